@@ -1,0 +1,38 @@
+"""Training-free token merging for diffusers pipelines: ToMA and beyond."""
+
+from typing import TYPE_CHECKING, Any
+
+from .config import MergeConfig, Schedule, TokenMergeError, presets
+
+if TYPE_CHECKING:
+    from .api import Summary, applied, apply, plan, remove, summary, supported_models
+    from .planning import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MergeConfig",
+    "Plan",
+    "Schedule",
+    "Summary",
+    "TokenMergeError",
+    "applied",
+    "apply",
+    "plan",
+    "presets",
+    "remove",
+    "summary",
+    "supported_models",
+]
+
+_LAZY = {"Plan": "planning", "Summary": "api", **dict.fromkeys(("applied", "apply", "plan"), "api")}
+_LAZY |= dict.fromkeys(("remove", "summary", "supported_models"), "api")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch on first use, so that `import tokenmerge` is fast everywhere."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -1,0 +1,27 @@
+"""Adapters: for each model family, tables that say where its image tokens pass. A new model is a table and its test."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import TokenMergeError
+from .base import Block, BlockKind, Component, Family
+
+__all__ = ["Block", "BlockKind", "Component", "Family", "families", "family_of"]
+
+
+def families() -> tuple[Family, ...]:
+    from . import flux, sd3, unet
+
+    return (unet.FAMILY, sd3.FAMILY, flux.FAMILY)
+
+
+def family_of(denoiser: nn.Module) -> Family:
+    """The family of a denoiser, by its class."""
+    for family in families():
+        if isinstance(denoiser, family.denoiser):
+            return family
+    supported = ", ".join(family.denoiser.__name__ for family in families())
+    raise TokenMergeError(
+        f"{type(denoiser).__name__} is not supported; supported denoisers are {supported} (give one, or a pipeline)"
+    )

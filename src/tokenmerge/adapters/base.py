@@ -1,0 +1,91 @@
+"""The shape of an adapter's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MergeConfig, TokenMergeError
+from ..hooks import Argument, Ports
+from ..state import DenoiserCall
+
+
+@dataclass(frozen=True)
+class Component:
+    """A submodule that can be merged by itself; `leave` is another submodule where its tokens come out, if any."""
+
+    entry: str
+    ports: Ports = Ports()
+    leave: str | None = None
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """One class of transformer block: its ports as a whole, and its components by name."""
+
+    ports: Ports
+    components: Mapping[str, tuple[Component, ...]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a model, in the order they run."""
+
+    name: str
+    module: nn.Module
+    kind: BlockKind
+    group: str
+    level: int = 0  # UNet: how often the latent was halved
+    line: str = ""  # blocks of one line follow each other with nothing between: a span stays in one
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: how to list its blocks, read its calls, and what it must refuse."""
+
+    name: str
+    denoiser: type[nn.Module]
+    preset: str
+    blocks: Callable[[Any], list[Block]]
+    read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
+    plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
+    shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
+    span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
+    masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
+    attention_kwargs: Argument = Argument("joint_attention_kwargs", 7)
+
+    def refuse(self, config: MergeConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise for arguments of a denoiser call that merging cannot serve."""
+        for argument in self.masks:
+            if argument.read(args, kwargs) is not None:
+                raise TokenMergeError(
+                    f"{argument.name} masks image tokens in self-attention, which merged tokens cannot follow; "
+                    "leave it out, or remove first"
+                )
+        extra = self.attention_kwargs.read(args, kwargs) or {}
+        for name in ("attention_mask", "gligen"):
+            if extra.get(name) is not None:
+                raise TokenMergeError(
+                    f"{self.attention_kwargs.name} has {name!r}, which needs every image token in its place; "
+                    "leave it out, or remove first"
+                )
+        if extra.get("ip_adapter_masks") is not None and config.sites != "component":
+            raise TokenMergeError(
+                "IP-Adapter masks need cross-attention over all image tokens; use sites='component', "
+                "which leaves masked cross-attention whole, or leave the masks out"
+            )
+        if config.sites == "span":
+            for argument in self.span_breakers:
+                if argument.read(args, kwargs) is not None:
+                    raise TokenMergeError(
+                        f"{argument.name} acts between blocks, where a span has merged tokens; use sites='block'"
+                    )
+
+
+def as_tensor(timestep: Any) -> Tensor:
+    return timestep if isinstance(timestep, Tensor) else torch.tensor(timestep, dtype=torch.float64)

@@ -1,0 +1,56 @@
+"""SD3 and SD3.5: SD3Transformer2DModel. Joint blocks; positions are added before the first one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+
+from ..hooks import Argument, Ports
+from ..state import DenoiserCall
+from .base import Block, BlockKind, Component, Family, as_tensor
+
+_JOINT = BlockKind(
+    Ports(outputs=(1,)),
+    {
+        # The second attention, of images alone, is there in SD3.5-medium's first blocks.
+        "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
+        "mlp": (Component("ff"),),
+    },
+)
+
+_HIDDEN_STATES = Argument("hidden_states", 0)
+_TIMESTEP = Argument("timestep", 3)
+
+
+def _blocks(transformer: SD3Transformer2DModel) -> list[Block]:
+    return [
+        Block(f"transformer_blocks.{number}", block, _JOINT, "joint", width=transformer.inner_dim)
+        for number, block in enumerate(transformer.transformer_blocks)
+    ]
+
+
+def _read(transformer: SD3Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+    latent = _HIDDEN_STATES.read(args, kwargs)
+    batch, _, height, width = latent.shape
+    patch = transformer.config.patch_size
+    timestep = as_tensor(_TIMESTEP.read(args, kwargs))
+    return DenoiserCall(batch, latent.dtype, latent.device, timestep, height // patch, width // patch)
+
+
+def _plan_call(transformer: SD3Transformer2DModel, height: int, width: int) -> DenoiserCall:
+    patch = transformer.config.patch_size
+    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height // patch, width // patch)
+
+
+FAMILY = Family(
+    name="sd3",
+    denoiser=SD3Transformer2DModel,
+    preset="dit",
+    blocks=_blocks,
+    read=_read,
+    plan_call=_plan_call,
+    span_breakers=(Argument("block_controlnet_hidden_states", 4), Argument("skip_layers", 7)),
+    attention_kwargs=Argument("joint_attention_kwargs", 5),
+)

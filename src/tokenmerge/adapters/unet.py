@@ -1,0 +1,72 @@
+"""SD 1.5, SD 2.x and SDXL: UNet2DConditionModel. Groups are resolution levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
+
+from ..hooks import Argument, Ports
+from ..state import DenoiserCall
+from .base import Block, BlockKind, Component, Family, as_tensor
+
+_BLOCK = BlockKind(
+    Ports(),
+    {
+        "self_attention": (Component("attn1"),),
+        "cross_attention": (Component("attn2"),),
+        "mlp": (Component("ff"),),
+    },
+)
+
+_SAMPLE = Argument("sample", 0)
+_TIMESTEP = Argument("timestep", 1)
+
+
+def _blocks(unet: UNet2DConditionModel) -> list[Block]:
+    found = []
+    for stage, level in _stages(unet):
+        for name, module in unet.get_submodule(stage).named_modules(prefix=stage):
+            if isinstance(module, BasicTransformerBlock):
+                line = name.rpartition(".")[0]
+                found.append(Block(name, module, _BLOCK, f"level-{2**level}", level, line, module.dim))
+    return found
+
+
+def _stages(unet: UNet2DConditionModel) -> list[tuple[str, int]]:
+    """Names of the UNet's stages in the order they run, each with how often the latent was halved before it."""
+    stages, level = [], 0
+    for number, stage in enumerate(unet.down_blocks):
+        stages.append((f"down_blocks.{number}", level))
+        level += bool(getattr(stage, "downsamplers", None))
+    if unet.mid_block is not None:
+        stages.append(("mid_block", level))
+    for number, stage in enumerate(unet.up_blocks):
+        stages.append((f"up_blocks.{number}", level))
+        level -= bool(getattr(stage, "upsamplers", None))
+    return stages
+
+
+def _read(unet: UNet2DConditionModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+    sample = _SAMPLE.read(args, kwargs)
+    batch, _, height, width = sample.shape
+    timestep = as_tensor(_TIMESTEP.read(args, kwargs))
+    return DenoiserCall(batch, sample.dtype, sample.device, timestep, height, width)
+
+
+def _plan_call(unet: UNet2DConditionModel, height: int, width: int) -> DenoiserCall:
+    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height, width)
+
+
+FAMILY = Family(
+    name="unet",
+    denoiser=UNet2DConditionModel,
+    preset="unet",
+    blocks=_blocks,
+    read=_read,
+    plan_call=_plan_call,
+    masks=(Argument("attention_mask", 5),),
+    attention_kwargs=Argument("cross_attention_kwargs", 6),
+)

@@ -1,0 +1,257 @@
+"""apply, applied, remove, plan, summary: a model and a config become a plan, and the plan becomes hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .adapters import Family, families, family_of
+from .config import MergeConfig, TokenMergeError, load_preset
+from .hooks import BlockSite, ComponentSite, Installation, Span
+from .planning import Plan, plan_model
+from .state import MergeState
+from .tables import table
+
+Model = TypeVar("Model")
+
+# Where `apply` keeps its record, on the denoiser itself so that both live and die together.
+_RECORD = "_tokenmerge"
+# Caches that see whole blocks from outside, and so full tokens. Others store what is inside, where tokens are merged.
+_OUTER_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig")
+
+
+@dataclass(frozen=True)
+class _Applied:
+    plan: Plan
+    state: MergeState
+    installation: Installation
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is merged where, and what ran. Print it, or take `to_dict()`."""
+
+    plan: Plan | None
+    groups: tuple[dict[str, Any], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"plan": self.plan.to_dict() if self.plan else None, "groups": list(self.groups)}
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return "Merging is not applied."
+        lines = [str(self.plan)]
+        if self.groups:
+            columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
+            lines += ["", table(columns, [[str(group[column]) for column in columns] for group in self.groups])]
+        return "\n".join(lines)
+
+
+def apply(
+    model: Model,
+    config: MergeConfig | None = None,
+    *,
+    preset: str | None = None,
+    scheduler: Any = None,
+    **options: Any,
+) -> Model:
+    """Merge tokens in a pipeline or its denoiser, until `remove`.
+
+    config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either the preset of the
+    model's family is used. options: fields of `MergeConfig` or `Schedule` that change it.
+    scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,
+    which waits for the device at every call.
+    A model that has merging already gets the new config instead. If anything is wrong the model is left as it was.
+    """
+    denoiser = _denoiser(model)
+    family = family_of(denoiser)
+    config = resolve_config(family, config, preset, options)
+    plan_ = plan_model(denoiser, family, config)
+    scheduler_of = _scheduler_source(model, scheduler)
+    _check_applicable(denoiser, family, config, scheduler_of())
+    remove(denoiser)
+    if not plan_.merged_sites:
+        setattr(denoiser, _RECORD, _Applied(plan_, MergeState(config, lambda: None), Installation()))
+        return model
+    state = MergeState(config, scheduler_of)
+    installation = Installation()
+    try:
+        _install(denoiser, family, plan_, state, installation)
+    except BaseException:
+        installation.uninstall()
+        state.forget_scheduler()
+        raise
+    setattr(denoiser, _RECORD, _Applied(plan_, state, installation))
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Take merging off a pipeline or denoiser, which is then exactly as before `apply`. Safe to call twice."""
+    denoiser = _denoiser(model)
+    record = vars(denoiser).get(_RECORD)
+    if record is not None:
+        record.installation.uninstall()
+        record.state.forget_scheduler()
+        delattr(denoiser, _RECORD)
+    return model
+
+
+@contextmanager
+def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> Iterator[Model]:
+    """Merge inside a `with` block; afterwards the model has what it had before, be it merging or none."""
+    before = vars(_denoiser(model)).get(_RECORD)
+    apply(model, config, **options)
+    try:
+        yield model
+    finally:
+        if before is None:
+            remove(model)
+        else:
+            apply(model, before.plan.config)
+
+
+def plan(
+    model: Any,
+    config: MergeConfig | None = None,
+    *,
+    height: int,
+    width: int,
+    preset: str | None = None,
+    vae_scale_factor: int | None = None,
+    **options: Any,
+) -> Plan:
+    """What `apply` would do at `height` x `width` pixels, without doing it. The model may be on the meta device."""
+    denoiser = _denoiser(model)
+    family = family_of(denoiser)
+    config = resolve_config(family, config, preset, options)
+    scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
+    if min(height, width) < scale:
+        raise TokenMergeError(f"{height}x{width} pixels are less than one {scale}-pixel latent; give a larger size")
+    return plan_model(denoiser, family, config, family.plan_call(denoiser, height // scale, width // scale))
+
+
+def summary(model: Any) -> Summary:
+    """What is merged in a pipeline or denoiser, and how often selection and weights have run."""
+    record = vars(_denoiser(model)).get(_RECORD)
+    if record is None:
+        return Summary(None)
+    groups = []
+    for group in record.state.groups:
+        partition = group.partition
+        groups.append(
+            {
+                "group": group.name,
+                "sites": sum(site.group == group.name for site in record.plan.merged_sites),
+                "grid": " + ".join(map(str, group.grids)) or "not run yet",
+                "tokens": f"{partition.layout.tokens} -> {partition.layout.merged}" if partition else "not run yet",
+                "regions": partition.description if partition else "not run yet",
+                "selected": group.selections,
+                "weighed": group.weighings,
+                "backend": group.backend,
+            }
+        )
+    return Summary(record.plan, tuple(groups))
+
+
+def supported_models() -> tuple[str, ...]:
+    """Class names of the denoisers that `apply` takes, by themselves or inside a pipeline."""
+    return tuple(family.denoiser.__name__ for family in families())
+
+
+def resolve_config(
+    family: Family, config: MergeConfig | None, preset: str | None, options: dict[str, Any]
+) -> MergeConfig:
+    if config is not None and not isinstance(config, MergeConfig):
+        raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
+    if config is not None and preset is not None:
+        raise TokenMergeError("both a config and a preset were given; give one of them")
+    base = config or load_preset(preset or family.preset)
+    return base.replace(**options) if options else base
+
+
+def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation) -> None:
+    groups = {}
+    span = Span()
+    for site in plan_.merged_sites:
+        if site.group not in groups:
+            groups[site.group] = state.add_group(site.group, site.block.level, shared=family.shared)
+        group = groups[site.group]
+        if site.part is not None:
+            entry = site.block.module.get_submodule(site.part.entry)
+            leave = site.block.module.get_submodule(site.part.leave or site.part.entry)
+            installation.add_component(ComponentSite(site.name, state, group, site.part.ports), entry, leave)
+        else:
+            span = Span() if site.first else span
+            block = BlockSite(site.name, state, group, site.block.kind.ports, span, first=site.first, last=site.last)
+            installation.add_block(block, site.block.module)
+    config, first_block = plan_.config, plan_.merged_sites[0].block.module
+    state.at_image_start = installation.check
+
+    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        family.refuse(config, args, kwargs)
+        _check_denoiser(module, first_block)
+        state.enter(family.read(module, args, kwargs))
+
+    installation.observe_calls(denoiser, observe)
+
+
+def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, scheduler: Any) -> None:
+    """Refuse what would not work, before anything is touched."""
+    if getattr(denoiser, "_cache_config", None) is not None and _RECORD not in vars(denoiser):
+        raise TokenMergeError(
+            f"{type(denoiser._cache_config).__name__} is enabled already; a cache must come after merging: "
+            "call disable_cache(), apply, then enable_cache(...)"
+        )
+    if config.schedule.windowed and scheduler is None:
+        raise TokenMergeError(
+            f"a merging window of {config.schedule.start} to {config.schedule.stop} needs to know how many steps there "
+            "are; apply to the pipeline, or give scheduler=..."
+        )
+    blocks = family.blocks(denoiser)
+    if blocks:
+        _check_denoiser(denoiser, blocks[0].module)
+
+
+def _check_denoiser(denoiser: nn.Module, block: nn.Module) -> None:
+    """Refuse settings of the model that can change between calls."""
+    if getattr(block, "_chunk_size", None) is not None:
+        raise TokenMergeError(
+            f"chunked feed-forward ({block._chunk_size} at a time) splits what merging joins; "
+            "call disable_forward_chunking() first"
+        )
+    cache = getattr(denoiser, "_cache_config", None)
+    if cache is not None and type(cache).__name__ not in _OUTER_CACHES:
+        raise TokenMergeError(
+            f"{type(cache).__name__} stores tensors inside of blocks, where tokens are merged; "
+            f"use {' or '.join(_OUTER_CACHES)}, call disable_cache(), or remove merging"
+        )
+
+
+def _denoiser(model: Any) -> nn.Module:
+    """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
+    module = model
+    if not isinstance(model, nn.Module):
+        found = [getattr(model, name, None) for name in ("unet", "transformer")]
+        module = next((part for part in found if isinstance(part, nn.Module)), None)
+        if module is None:
+            raise TokenMergeError(
+                f"{type(model).__name__} is neither a module nor a pipeline with a unet or transformer; "
+                f"supported denoisers are {', '.join(supported_models())}"
+            )
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def _scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
+    """A function that gives the scheduler in use now, and keeps neither pipeline nor scheduler alive."""
+    if scheduler is not None:
+        return weakref.ref(scheduler)
+    if isinstance(model, nn.Module):
+        return lambda: None
+    pipeline = weakref.ref(model)
+    return lambda: getattr(pipeline(), "scheduler", None)

@@ -1,0 +1,293 @@
+"""What a user can set: `MergeConfig`, its `Schedule` and its `Regions`, and the named presets.
+
+Frozen, validated once, and convertible to and from dict, JSON and YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+METHODS = ("toma", "lower-bound", "none")
+SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
+SIMILARITIES = ("cosine", "dot")
+UNMERGES = ("transpose", "pinv")
+SITES = ("component", "block", "span")
+COMPONENTS = ("self_attention", "cross_attention", "mlp")
+BACKENDS = ("auto", "reference", "triton")
+REGION_KINDS = ("whole", "tile", "stripe")
+
+DEFAULT_REGION_COUNT = 64
+
+
+class TokenMergeError(ValueError):
+    """A request that cannot be met. The message gives the fact, the bound and the way out."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How a grid is wished to be cut. What a grid allows is decided in `grid.py`.
+
+    Written as `whole`, `tile` or `stripe` (64 regions), `tile:16` (16 regions), `tile:8x4` (height x width in tokens).
+    """
+
+    kind: str
+    count: int | None = None
+    tile: tuple[int, int] | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Regions:
+        match = re.fullmatch(r"(whole|tile|stripe)(?::(\d+)(?:x(\d+))?)?", text.strip())
+        if not match:
+            raise TokenMergeError(
+                f"regions {text!r} is not understood; write 'whole', 'tile', 'stripe', a count as in 'tile:64', "
+                "or a tile shape as in 'tile:8x8'"
+            )
+        kind, first, second = match.groups()
+        numbers = [int(number) for number in (first, second) if number is not None]
+        if 0 in numbers:
+            raise TokenMergeError(f"regions {text!r} has a zero; counts and tile sides start at 1")
+        if kind == "whole" and numbers:
+            raise TokenMergeError(f"regions {text!r}: 'whole' is one region and takes no number")
+        if len(numbers) == 2:
+            if kind != "tile":
+                raise TokenMergeError(f"regions {text!r}: only 'tile' takes a shape; write '{kind}:{numbers[0]}'")
+            return cls(kind, tile=(numbers[0], numbers[1]))
+        if kind == "whole":
+            return cls(kind, count=1)
+        return cls(kind, count=numbers[0] if numbers else DEFAULT_REGION_COUNT)
+
+    def __str__(self) -> str:
+        if self.kind == "whole":
+            return "whole"
+        return f"{self.kind}:{self.tile[0]}x{self.tile[1]}" if self.tile else f"{self.kind}:{self.count}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When to act: refresh intervals in steps, and the window of steps that merge, as shares of all steps."""
+
+    destinations_every: int = 10
+    weights_every: int = 5
+    start: float = 0.0
+    stop: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("destinations_every", "weights_every"):
+            if getattr(self, name) < 1:
+                raise TokenMergeError(f"{name} is {getattr(self, name)}; refresh intervals are 1 step or more")
+        if not 0.0 <= self.start < self.stop <= 1.0:
+            raise TokenMergeError(
+                f"the merging window is {self.start} to {self.stop}; it must satisfy 0 <= start < stop <= 1"
+            )
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some steps run unmerged."""
+        return (self.start, self.stop) != (0.0, 1.0)
+
+    def merges(self, position: float) -> bool:
+        """Whether the step at `position`, its share of the whole schedule in [0, 1), merges."""
+        return self.start <= position < self.stop
+
+    def phase(self, step: int, selected: int | None, weighed: int | None) -> str:
+        """What is due at `step`, given the steps of the last selection and weighing of this image: select, reweigh or
+        reuse."""
+        if selected is None or weighed is None or step - selected >= self.destinations_every:
+            return "select"
+        return "reweigh" if step - weighed >= self.weights_every else "reuse"
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Everything that decides what merging does. `ratio` is the share of tokens removed."""
+
+    ratio: float = 0.5
+    method: str = "toma"
+    # Where destinations are chosen, and where tokens merge into them (None: in the same regions).
+    regions: str = "tile:64"
+    merge_regions: str | None = None
+    selection: str = "facility-location"
+    similarity: str = "cosine"
+    # Small on purpose: near zero, merging is the mean of each destination's cluster.
+    temperature: float = 0.001
+    unmerge: str = "transpose"
+    sites: str = "block"
+    # The longest run of blocks that one span covers; 0 is as long as the model allows.
+    span: int = 0
+    components: tuple[str, ...] = COMPONENTS
+    # UNet levels by their downsampling of the latent (1, 2, 4, ...); None is every level that has tokens.
+    levels: tuple[int, ...] | None = None
+    # Blocks left alone at the start and end of each group: a number, or a share of the group's blocks.
+    skip_first: int | float = 0
+    skip_last: int | float = 0
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        # Lists come from JSON, YAML and command lines.
+        for name in ("components", "levels"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.schedule, Mapping):
+            object.__setattr__(self, "schedule", _from_mapping(Schedule, self.schedule))
+        _check_types(self)
+        if not 0.0 <= self.ratio < 1.0:
+            raise TokenMergeError(
+                f"ratio is {self.ratio}; it is the share of tokens removed and must be in [0, 1), for example 0.5"
+            )
+        for name, choices in (
+            ("method", METHODS),
+            ("selection", SELECTIONS),
+            ("similarity", SIMILARITIES),
+            ("unmerge", UNMERGES),
+            ("sites", SITES),
+            ("backend", BACKENDS),
+        ):
+            _check_choice(name, getattr(self, name), choices)
+        for component in self.components:
+            _check_choice("components", component, COMPONENTS)
+        if not self.components:
+            raise TokenMergeError(f"components is empty; name at least one of {', '.join(COMPONENTS)}")
+        object.__setattr__(self, "regions", str(Regions.parse(self.regions)))
+        if self.merge_regions is not None:
+            object.__setattr__(self, "merge_regions", str(Regions.parse(self.merge_regions)))
+        # NaN fails the comparison too.
+        if not 0.0 < self.temperature < float("inf"):
+            raise TokenMergeError(f"temperature is {self.temperature}; it must be positive and finite")
+        if self.span < 0:
+            raise TokenMergeError(f"span is {self.span}; it is a number of blocks, or 0 for as long as possible")
+        if self.levels is not None and any(level < 1 for level in self.levels):
+            raise TokenMergeError(f"levels is {self.levels}; levels are downsampling factors 1, 2, 4, ...")
+        for name in ("skip_first", "skip_last"):
+            skip = getattr(self, name)
+            if skip < 0 or (isinstance(skip, float) and not skip < 1.0):
+                raise TokenMergeError(
+                    f"{name} is {skip}; write a number of blocks (an integer from 0) or a share of them (in [0, 1))"
+                )
+
+    @property
+    def select_in(self) -> Regions:
+        return Regions.parse(self.regions)
+
+    @property
+    def merge_in(self) -> Regions:
+        return Regions.parse(self.merge_regions or self.regions)
+
+    def replace(self, **changes: Any) -> MergeConfig:
+        """A copy with fields changed. Fields of `Schedule` may be given directly."""
+        schedule_names = {item.name for item in fields(Schedule)}
+        timing = {name: changes.pop(name) for name in list(changes) if name in schedule_names}
+        if timing:
+            changes["schedule"] = replace(changes.get("schedule", self.schedule), **timing)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = asdict(self)
+        for name in ("components", "levels"):
+            if plain[name] is not None:
+                plain[name] = list(plain[name])
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MergeConfig:
+        return _from_mapping(cls, values)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> MergeConfig:
+        return cls.from_dict(_loaded_mapping(json.loads(text), "JSON"))
+
+    def to_yaml(self) -> str:
+        return _yaml().safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> MergeConfig:
+        return cls.from_dict(_loaded_mapping(_yaml().safe_load(text), "YAML"))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise TokenMergeError(f"{name} is {value!r}; choose from {', '.join(choices)}")
+
+
+def _check_types(config: Any) -> None:
+    """Refuse values of another type than annotated: a string ratio or a float seed would fail late and obscurely."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        types = tuple(get_origin(choice) or choice for choice in choices)
+        if type(value) is int and float in types and int not in types:
+            object.__setattr__(config, name, float(value))
+        elif not isinstance(value, types) or isinstance(value, bool):
+            expected = " or ".join(choice.__name__ for choice in types)
+            raise TokenMergeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {expected}")
+
+
+def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
+    known = {item.name for item in fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise TokenMergeError(
+            f"{cls.__name__} has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(sorted(known))}"
+        )
+    return cls(**values)
+
+
+def _loaded_mapping(value: Any, source: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TokenMergeError(f"the {source} holds a {type(value).__name__}; a config is a mapping of fields to values")
+    return value
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise TokenMergeError("YAML needs PyYAML: pip install tokenmerge[yaml], or use JSON") from error
+    return yaml
+
+
+# The paper's variants. Its text gives ToMA's selection stripes as 256 regions, merged over the whole image.
+_PAPER = MergeConfig(regions="stripe:256", merge_regions="whole", sites="component")
+_PRESETS: dict[str, MergeConfig] = {
+    "toma": _PAPER,
+    "toma-once": _PAPER.replace(sites="block"),
+    "toma-stripe": _PAPER.replace(regions="stripe:64", merge_regions=None),
+    "toma-tile": _PAPER.replace(regions="tile:64", merge_regions=None),
+    "lower-bound": _PAPER.replace(method="lower-bound", regions="tile:64", merge_regions=None),
+    "none": MergeConfig(method="none", ratio=0.0),
+    # What `apply(pipe, ratio=...)` uses: local tiles and one merge per block; in joint-attention models the first
+    # blocks, where text and image blend, stay whole.
+    "unet": MergeConfig(),
+    "dit": MergeConfig(skip_first=0.25),
+}
+
+
+def presets() -> dict[str, MergeConfig]:
+    """Every named preset, by name."""
+    return dict(_PRESETS)
+
+
+def load_preset(name: str) -> MergeConfig:
+    """A preset by name, or a config from a YAML or JSON file."""
+    if name in _PRESETS:
+        return _PRESETS[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        if not path.is_file():
+            raise TokenMergeError(f"preset file {name!r} is not there; give an existing .yaml or .json file")
+        text = path.read_text(encoding="utf-8")
+        return MergeConfig.from_json(text) if path.suffix == ".json" else MergeConfig.from_yaml(text)
+    raise TokenMergeError(
+        f"preset {name!r} is unknown; use one of {', '.join(_PRESETS)}, or the path of a .yaml or .json file"
+    )

@@ -1,0 +1,74 @@
+"""MergeMap: what a refresh leaves behind and every layer of a group uses: merge(tokens) and unmerge(merged)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .grid import Layout, Partition, invert_order
+
+
+@dataclass(frozen=True)
+class MergeMap:
+    """A linear map per region, in tensors that a refresh fills in place and compiled code reads as inputs."""
+
+    layout: Layout
+    ops: ModuleType
+    order: Tensor | None  # [N], where merging regions are not row-major
+    inverse: Tensor | None  # [N], undoes `order`
+    destinations: Tensor  # [S, M] row-major token indices; S is 1 if the batch shares them
+    merge_weights: Tensor  # [B, R, k, n], rows sum to 1
+    unmerge_weights: Tensor  # [B, R, n, k], rows sum to 1
+
+    @classmethod
+    def empty(
+        cls,
+        layout: Layout,
+        ops: ModuleType,
+        batch: int,
+        *,
+        ordered: bool,
+        shared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MergeMap:
+        """A map of the right shapes, to be filled."""
+        regions, count, size = layout.merge_regions, layout.merge_count, layout.merge_size
+        index_shapes = [(layout.tokens,)] * (2 if ordered else 0) + [(1 if shared else batch, layout.merged)]
+        weight_shapes = [(batch, regions, count, size), (batch, regions, size, count)]
+        indices = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in index_shapes]
+        weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in weight_shapes]
+        return cls.over(layout, ops, indices + weights)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything a refresh writes."""
+        ordering = [] if self.order is None or self.inverse is None else [self.order, self.inverse]
+        return [*ordering, self.destinations, self.merge_weights, self.unmerge_weights]
+
+    @classmethod
+    def over(cls, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
+        """A map over the `tensors` of another one."""
+        order, inverse = tensors[:2] if len(tensors) == 5 else (None, None)
+        return cls(layout, ops, order, inverse, *tensors[-3:])
+
+    def fill(self, partition: Partition, destinations: Tensor, merge: Tensor, unmerge: Tensor) -> None:
+        """Overwrite in place: destinations [S, R, k] as selected, weights as weighed."""
+        if self.order is not None and self.inverse is not None and partition.order is not None:
+            order = partition.order.to(self.order.device)
+            self.order.copy_(order)
+            self.inverse.copy_(invert_order(order))
+        self.destinations.copy_(destinations.flatten(1))
+        self.merge_weights.copy_(merge)
+        self.unmerge_weights.copy_(unmerge)
+
+    def merge(self, tokens: Tensor) -> Tensor:
+        """[B, N, C] to [B, M, C]: every merged token is a mean of the tokens of its region."""
+        return self.ops.merge(tokens, self.order, self.merge_weights)
+
+    def unmerge(self, merged: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[B, M, C] to [B, N, C], plus the residual [B, N, C]."""
+        return self.ops.unmerge(merged, self.inverse, self.unmerge_weights, residual)

@@ -1,0 +1,403 @@
+"""MergeState: the only thing that remembers: where the denoising loop stands, and each group's maps.
+
+Compiled code must not see any of this, or it would be compiled again at every step. So two opaque operators stand
+between the two worlds: `observe` tells the state about a denoiser call, and `refresh` brings a group's tensors up to
+date in place. Traced code only ever reads those tensors, and the mode of the step: merged or full.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import MergeConfig, TokenMergeError
+from .grid import Partition, TokenGrid, layout_for, partition_grids
+from .mergemap import MergeMap
+from .methods import method_for
+from .ops import backend_for
+from .watch import watch
+
+# Denoiser calls within one step that keep maps of their own (guidance makes two or three). Later ones select anew.
+_MAX_CALLS = 4
+# Sizes of image whose maps stay allocated.
+_MAX_SIZES = 4
+
+
+class DenoiserCall(NamedTuple):
+    """What an adapter reads off the arguments of one denoiser call."""
+
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    timestep: Tensor
+    height: int = 0  # of the grid that level 0 has; 0 where positions come as ids
+    width: int = 0
+    tokens: int = 0  # image tokens, where positions come as ids
+    ids: Tensor | None = None  # [N, 3] image number, row and column of every image token
+    text_tokens: int = 0
+    rotary_width: int = 0
+
+
+def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:
+    """Height and width of a level; each halves the one above it, rounding up."""
+    height, width = call.height, call.width
+    for _ in range(level):
+        height, width = (height + 1) // 2, (width + 1) // 2
+    return height, width
+
+
+class Clock:
+    """Where the denoising loop stands: image, step and call within the step, each counted from 0."""
+
+    def __init__(self) -> None:
+        self.image = -1
+        self.step = 0
+        self.call = -1
+        self.total: int | None = None  # steps of the whole schedule
+        self.begin = 0  # where in the schedule this image begins (img2img)
+        self._timestep: float | None = None
+
+    @property
+    def now(self) -> tuple[int, int, int]:
+        return self.image, self.step, self.call
+
+    @property
+    def position(self) -> float:
+        """Share of the schedule that lies behind; 0 where its length is unknown."""
+        return (self.begin + self.step) / self.total if self.total else 0.0
+
+    def start_image(self, total: int | None) -> None:
+        self.image += 1
+        self.step, self.call, self.begin, self.total = 0, -1, 0, total
+
+    def next_step(self) -> None:
+        self.step += 1
+        self.call = -1
+
+    def follow_timestep(self, timestep: float) -> None:
+        """Without a scheduler: an equal timestep is the same step, a lower one the next, a higher one a new image."""
+        if self._timestep is None or timestep > self._timestep:
+            self.start_image(None)
+        elif timestep < self._timestep:
+            self.next_step()
+        self._timestep = timestep
+
+
+@dataclass
+class Slot:
+    """The tensors that the layers of a group read for one size of image."""
+
+    map: MergeMap
+    rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
+
+
+@dataclass
+class _Record:
+    """When the maps of one call of the step were made."""
+
+    image: int
+    selected: int | None = None
+    weighed: int | None = None
+    rotary: bool = False  # whether the rotary tables follow the selection
+
+
+@dataclass
+class _History:
+    """Whose maps a slot's tensors hold, and the maps of the other calls of a step."""
+
+    resident: int | None = None
+    records: dict[int, _Record] = field(default_factory=dict)
+    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def bring_in(self, call: int, tensors: list[Tensor]) -> None:
+        """Swap `tensors` so that they hold the maps of `call`, keeping those they held."""
+        if self.resident == call:
+            return
+        if self.resident is not None and self.resident < _MAX_CALLS:
+            self.saved[self.resident] = [tensor.clone() for tensor in tensors]
+        for tensor, kept in zip(tensors, self.saved.pop(call, ()), strict=False):
+            tensor.copy_(kept)
+        self.resident = call
+
+    def record(self, call: int, image: int) -> _Record:
+        known = self.records.get(call)
+        if known is None or known.image != image or call == _MAX_CALLS:
+            known = self.records[call] = _Record(image)
+        return known
+
+
+class MergeGroup:
+    """Layers that share destinations and weights, and everything those need."""
+
+    def __init__(self, name: str, index: int, config: MergeConfig, clock: Clock, level: int, shared: bool) -> None:
+        self.name = name
+        self.level = level
+        self.shared = shared  # whether the samples of a batch have the same destinations
+        self.slot: Slot | None = None
+        self.grids: tuple[TokenGrid, ...] = ()
+        self.partition: Partition | None = None
+        self.backend = "not run yet"
+        self.selections = 0
+        self.weighings = 0
+        self.handle = _register(self)
+        self._config = config
+        self._clock = clock
+        self._method = method_for(config)
+        self._seed = config.seed + index
+        self._generator = torch.Generator()
+        self._seeded_for = -1
+        self._served: tuple[int, int, int] | None = None
+        self._made = _Record(-1)
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._histories: dict[tuple[Any, ...], _History] = {}
+        self._partitions: dict[tuple[Any, ...], Partition] = {}
+
+    def enter(self, call: DenoiserCall) -> None:
+        """Point `slot` at the tensors for the size of this call."""
+        height, width = grid_at_level(call, self.level)
+        # Plain integers: a map belongs to one size, also where the compiler would rather keep sizes symbolic.
+        batch, tokens = operator.index(call.batch), operator.index(height * width if height else call.tokens)
+        key = (batch, tokens, operator.index(call.text_tokens), call.dtype, call.device)
+        self._allocate(*key, call.rotary_width)
+        self.slot = self._slots[key]
+
+    # While a whole compiled model is traced this runs for real, so that its graph finds the tensors as inputs.
+    @torch.compiler.assume_constant_result
+    def _allocate(
+        self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
+    ) -> bool:
+        key = (batch, tokens, text, dtype, device)
+        if key in self._slots:
+            return False
+        while len(self._slots) >= _MAX_SIZES:
+            del self._slots[next(iter(self._slots))]
+            self._histories.clear()
+        ops, self.backend = backend_for(self._config.backend, device)
+        layout = layout_for(tokens, self._config)
+        ordered = self._config.merge_in.kind == "tile"
+        # Inference tensors could not be refreshed outside of inference mode.
+        with torch.inference_mode(False):
+            merge_map = MergeMap.empty(
+                layout, ops, batch, ordered=ordered, shared=self.shared, dtype=dtype, device=device
+            )
+            tables = 2 if rotary_width else 0
+            rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
+        self._slots[key] = Slot(merge_map, rotary)
+        return True
+
+    @torch.no_grad()
+    def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
+        """Bring the maps up to date for this call; the first layer of the group to run does the work.
+
+        tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
+        (of the map) and `rotary` (of the merged sequence) are overwritten in place.
+        """
+        ops, _ = backend_for(self._config.backend, tokens.device)
+        merge_map = MergeMap.over(layout_for(tokens.shape[1], self._config), ops, tensors)
+        if self._served != self._clock.now:
+            self._served = self._clock.now
+            self._made = self._renew(tokens, merge_map, rotary)
+        if tables and not self._made.rotary:
+            self._made.rotary = True
+            text = rotary[0].shape[0] - merge_map.layout.merged
+            # Text rows come first and stay; a merged token has the position of its destination.
+            for table, gathered in zip(tables, rotary, strict=True):
+                gathered[:text].copy_(table[:text])
+                gathered[text:].copy_(table[text:].index_select(0, merge_map.destinations[0]))
+
+    def _renew(self, tokens: Tensor, merge_map: MergeMap, rotary: list[Tensor]) -> _Record:
+        """Do what is due for the map of this call of the step."""
+        image, step, call = self._clock.now
+        call = min(call, _MAX_CALLS)
+        if image != self._seeded_for:
+            # Per image, so that a picture does not depend on those made before it.
+            self._generator.manual_seed(self._seed)
+            self._seeded_for = image
+        rows = rotary[0].shape[0] if rotary else 0
+        key = (*tokens.shape[:2], rows, merge_map.merge_weights.dtype, tokens.device)
+        history = self._histories.setdefault(key, _History())
+        history.bring_in(call, [*merge_map.tensors, *rotary])
+        made = history.record(call, image)
+        phase = self._config.schedule.phase(step, made.selected, made.weighed)
+        if phase == "reuse" or (made.selected is not None and not self._method.REFRESHES):
+            return made
+
+        layout, ops = merge_map.layout, merge_map.ops
+        self.partition = partition = self._partition_on(tokens.device)
+        if phase == "select":
+            destinations = self._method.select(
+                tokens, partition, self._config, ops, self._generator, shared=self.shared
+            )
+            self.selections += 1
+            made.selected, made.rotary = step, False
+        else:
+            destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
+        merge, unmerge = self._method.weigh(tokens, destinations, partition, self._config, ops, self._generator)
+        self.weighings += 1
+        made.weighed = step
+        merge_map.fill(partition, destinations, merge, unmerge)
+        return made
+
+    def _partition_on(self, device: torch.device) -> Partition:
+        key = (self.grids, device)
+        if key not in self._partitions:
+            partition = partition_grids(self.grids, self._config)
+            order = None if partition.order is None else partition.order.to(device)
+            self._partitions[key] = Partition(partition.layout, order, partition.merge_ordered, partition.description)
+        return self._partitions[key]
+
+
+class MergeState:
+    """Everything one `apply` remembers. Sites and hooks refer to it; it refers to none of them."""
+
+    def __init__(self, config: MergeConfig, scheduler: Callable[[], Any]) -> None:
+        self.config = config
+        self.clock = Clock()
+        self.groups: list[MergeGroup] = []
+        self.mode = "merged"
+        self.at_image_start: Callable[[], None] = lambda: None
+        self.handle = _register(self)
+        # Threads the order observe -> refresh through compiled graphs, which know nothing of the state.
+        self.thread = torch.zeros((), dtype=torch.int64)
+        self._scheduler = scheduler
+        self._stop_watching: Callable[[], None] | None = None
+        self._watched: Callable[[], Any] = lambda: None
+        self.follow_scheduler()
+
+    def __reduce__(self) -> Any:
+        raise TokenMergeError("a model cannot be copied or pickled while merging is applied; call remove first")
+
+    def add_group(self, name: str, level: int = 0, *, shared: bool = False) -> MergeGroup:
+        group = MergeGroup(name, len(self.groups), self.config, self.clock, level, shared)
+        self.groups.append(group)
+        return group
+
+    def enter(self, call: DenoiserCall) -> None:
+        """At the start of a denoiser call, traced or not: move the clock and lay out tensors of the right size."""
+        observe(call.timestep, call.ids, self.handle, self.thread, call.height, call.width, call.tokens)
+        for group in self.groups:
+            group.enter(call)
+
+    def observe(self, call: DenoiserCall) -> None:
+        """The eager part of `enter`: which step this is, and which grids the tokens form."""
+        self.follow_scheduler()
+        scheduler = self._watched()
+        if scheduler is None:
+            self.clock.follow_timestep(float(call.timestep.flatten()[0]))
+        elif self.clock.now[1:] == (0, -1):
+            self.clock.begin = self._begin(scheduler, call.timestep)
+        self.clock.call += 1
+        self._set_mode()
+        if self.clock.now[1:] == (0, 0):
+            self.at_image_start()
+        for group in self.groups:
+            if call.ids is None:
+                group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
+            # Reading ids waits for the device, so only once per image.
+            elif self.clock.now[1:] == (0, 0) or sum(grid.count for grid in group.grids) != call.tokens:
+                group.grids = grids_of_ids(call.ids)
+
+    def follow_scheduler(self) -> None:
+        """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
+        scheduler = self._scheduler()
+        if scheduler is self._watched():
+            return
+        self.forget_scheduler()
+        self._watched = weakref.ref(scheduler) if scheduler is not None else lambda: None
+        if scheduler is not None:
+            self._stop_watching = watch(scheduler, self)
+            self.timesteps_set(scheduler)
+
+    def forget_scheduler(self) -> None:
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
+    def timesteps_set(self, scheduler: Any) -> None:
+        timesteps = getattr(scheduler, "timesteps", None)
+        self.clock.start_image(None if timesteps is None else len(timesteps))
+        self._set_mode()
+
+    def begin_set(self, scheduler: Any) -> None:
+        self.clock.begin = scheduler.begin_index or 0
+        self._set_mode()
+
+    def stepped(self, scheduler: Any) -> None:
+        self.clock.next_step()
+        self._set_mode()
+
+    def _begin(self, scheduler: Any, timestep: Tensor) -> int:
+        """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""
+        if hasattr(scheduler, "begin_index"):
+            return scheduler.begin_index or 0
+        if not self.config.schedule.windowed:
+            return 0
+        places = (scheduler.timesteps.cpu() == timestep.flatten()[0].cpu()).nonzero()
+        return int(places[0]) if len(places) else 0
+
+    def _set_mode(self) -> None:
+        self.mode = "merged" if self.config.schedule.merges(self.clock.position) else "full"
+
+
+def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:
+    """The images of a sequence, from the image number, row and column of every token ([N, 3])."""
+    places = ids.detach().to("cpu", torch.int64)
+    _, lengths = places[:, 0].unique_consecutive(return_counts=True)
+    grids = []
+    for image in places.split(lengths.tolist()):
+        height, width = (int(axis.max() - axis.min()) + 1 for axis in (image[:, 1], image[:, 2]))
+        if height * width != len(image):
+            raise TokenMergeError(
+                f"img_ids place {len(image)} tokens on a {height}x{width} grid; merging needs every place filled once, "
+                "as the pipeline's own ids do"
+            )
+        grids.append(TokenGrid(height, width))
+    return tuple(grids)
+
+
+# Operators take tensors only, so states and groups are found by number.
+_numbers = itertools.count()
+_registered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _register(owner: Any) -> Tensor:
+    number = next(_numbers)
+    _registered[number] = owner
+    return torch.tensor(number)
+
+
+@torch.library.custom_op("tokenmerge::observe", mutates_args=("thread",))
+def observe(
+    timestep: Tensor, ids: Tensor | None, state: Tensor, thread: Tensor, height: int, width: int, tokens: int
+) -> None:
+    call = DenoiserCall(0, timestep.dtype, timestep.device, timestep, height, width, tokens, ids)
+    _registered[int(state)].observe(call)
+    thread.add_(1)
+
+
+@observe.register_fake
+def _(
+    timestep: Tensor, ids: Tensor | None, state: Tensor, thread: Tensor, height: int, width: int, tokens: int
+) -> None:
+    return None
+
+
+@torch.library.custom_op("tokenmerge::refresh", mutates_args=("tensors", "rotary"))
+def refresh(
+    tokens: Tensor, tables: list[Tensor], thread: Tensor, group: Tensor, tensors: list[Tensor], rotary: list[Tensor]
+) -> None:
+    _registered[int(group)].refresh(tokens, tables, tensors, rotary)
+
+
+@refresh.register_fake
+def _(
+    tokens: Tensor, tables: list[Tensor], thread: Tensor, group: Tensor, tensors: list[Tensor], rotary: list[Tensor]
+) -> None:
+    return None

@@ -1,0 +1,11 @@
+"""Plain-text tables for people."""
+
+from __future__ import annotations
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as their widest cell, two spaces apart."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)

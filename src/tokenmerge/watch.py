@@ -1,0 +1,83 @@
+"""Hear what a scheduler is told: the one reliable sign of where a denoising loop stands.
+
+Schedulers run eagerly in every pipeline, whatever is compiled. Methods of the instance are wrapped, and unwrapped when
+the last listener leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    def timesteps_set(self, scheduler: Any) -> None: ...
+
+    def begin_set(self, scheduler: Any) -> None: ...
+
+    def stepped(self, scheduler: Any) -> None: ...
+
+
+_EVENTS = {"set_timesteps": "timesteps_set", "set_begin_index": "begin_set", "step": "stepped"}
+
+
+class _Heard:
+    """A scheduler's method that also tells listeners it was called."""
+
+    def __init__(self, scheduler: Any, method: str) -> None:
+        self.method = method
+        self.before = vars(scheduler).get(method)  # an instance attribute that stood there, if any
+        self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._original = getattr(scheduler, method)
+        self._scheduler = weakref.ref(scheduler)
+        # Keeps the signature: pipelines inspect it to learn what a scheduler accepts.
+        functools.update_wrapper(self, self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._original(*args, **kwargs)
+        for listener in tuple(self.listeners):
+            getattr(listener, _EVENTS[self.method])(self._scheduler())
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copied scheduler steps itself, unheard, and not the one it was copied from.
+        copied = memo[id(self._scheduler())]
+        return types.MethodType(getattr(type(copied), self.method), copied)
+
+    def unwrap(self) -> None:
+        """Restore the method, unless somebody has wrapped it again; unheard, this one only passes calls on."""
+        scheduler = self._scheduler()
+        if scheduler is None or vars(scheduler).get(self.method) is not self:
+            return
+        if self.before is None:
+            delattr(scheduler, self.method)
+        else:
+            setattr(scheduler, self.method, self.before)
+
+
+def watch(scheduler: Any, listener: Listener) -> Callable[[], None]:
+    """Tell `listener` of every call, until the returned function is called or the listener is gone."""
+    methods = [_heard(scheduler, method) for method in _EVENTS if hasattr(scheduler, method)]
+    for method in methods:
+        method.listeners.add(listener)
+    hearer = weakref.ref(listener)
+
+    def stop() -> None:
+        for method in methods:
+            method.listeners.discard(hearer())
+            if not method.listeners:
+                method.unwrap()
+
+    return stop
+
+
+def _heard(scheduler: Any, method: str) -> _Heard:
+    present = vars(scheduler).get(method)
+    if isinstance(present, _Heard):
+        return present
+    heard = _Heard(scheduler, method)
+    setattr(scheduler, method, heard)
+    return heard
