@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .adapters import Family, families, family_of
@@ -182,9 +183,9 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             groups[site.group] = state.add_group(site.group, site.block.level, shared=family.shared)
         group = groups[site.group]
         if site.part is not None:
-            entry = site.block.module.get_submodule(site.part.entry)
-            leave = site.block.module.get_submodule(site.part.leave or site.part.entry)
-            installation.add_component(ComponentSite(site.name, state, group, site.part.ports), entry, leave)
+            for name in dict.fromkeys((site.part.entry, site.part.leave or site.part.entry)):
+                c = ComponentSite(site.name, state, group, site.part.ports, enters=name == site.part.entry, leaves=name == (site.part.leave or site.part.entry))
+                installation.add_component(c, site.block.module.get_submodule(name))
         else:
             span = Span() if site.first else span
             block = BlockSite(site.name, state, group, site.block.kind.ports, span, first=site.first, last=site.last)
@@ -192,6 +193,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
     config, first_block = plan_.config, plan_.merged_sites[0].block.module
     state.at_image_start = installation.check
 
+    @torch.compiler.disable
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         family.refuse(config, args, kwargs)
         _check_denoiser(module, first_block)

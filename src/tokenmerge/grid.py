@@ -83,7 +83,7 @@ def region_size(token_count: int, regions: Regions, ratio: float) -> int:
         return token_count
     if regions.tile:
         return nearest_divisor(token_count, regions.tile[0] * regions.tile[1])
-    least = 1.0 / min(ratio, 1.0 - ratio) if ratio else 1.0
+    least = min(1.0 / min(ratio, 1.0 - ratio), token_count) if ratio else 1.0
     return nearest_divisor(token_count, max(token_count / (regions.count or 1), least))
 
 

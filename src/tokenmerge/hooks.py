@@ -81,15 +81,15 @@ class _Site:
     @property
     def idle(self) -> bool:
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
-        return self.state.mode == "full" or self.slot.map.layout.merged == self.slot.map.layout.tokens
+        return self.state.mode == "full" or self.slot.map.merged_count == self.slot.map.token_count
 
     def merge(self, tokens: Tensor, tables: list[Tensor]) -> Tensor:
         """Refresh what is due, then [B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
         slot = self.slot
-        text = tokens.shape[1] - slot.map.layout.tokens
+        text = tokens.shape[1] - slot.map.token_count
         if text < 0 or (text > 0 and not self.ports.text_first):
             raise TokenMergeError(
-                f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.layout.tokens} of its grid; "
+                f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.token_count} of its grid; "
                 "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
             )
         image = tokens[:, text:] if text else tokens
@@ -99,7 +99,7 @@ class _Site:
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """[B, (T +) M, C] to [B, (T +) N, C]."""
-        text = tokens.shape[1] - self.slot.map.layout.merged
+        text = tokens.shape[1] - self.slot.map.merged_count
         if not text:
             return self.slot.map.unmerge(tokens)
         return torch.cat([tokens[:, :text], self.slot.map.unmerge(tokens[:, text:])], dim=1)
@@ -118,19 +118,31 @@ class _Site:
 class ComponentSite(_Site):
     """Merges what enters one submodule and unmerges what leaves it, or another one."""
 
-    def _bypassed(self, kwargs: dict[str, Any]) -> bool:
+    def __init__(
+        self,
+        name: str,
+        state: MergeState,
+        group: MergeGroup,
+        ports: Ports,
+        *,
+        enters: bool = True,
+        leaves: bool = True,
+    ) -> None:
+        super().__init__(name, state, group, ports)
+        self.enters = enters
+        self.leaves = leaves
+        self.original: Callable[..., Any] = _not_installed
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
         # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell.
-        return self.idle or kwargs.get("ip_adapter_masks") is not None
-
-    def entering(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._bypassed(kwargs):
-            return None
-        merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
-        return self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
-
-    def leaving(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._bypassed(kwargs):
-            return None
+        if self.idle or kwargs.get("ip_adapter_masks") is not None:
+            return self.original(*args, **kwargs)
+        if self.enters:
+            merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
+            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
+        output = self.original(*args, **kwargs)
+        if not self.leaves:
+            return output
         return self.ports.replaced(output, [self.unmerge(tokens) for tokens in self.ports.outgoing(output)])
 
 
@@ -204,14 +216,15 @@ class Installation:
         # A native hook: one of diffusers' on the root would vanish under model offload.
         self._undo.append(denoiser.register_forward_pre_hook(observer, with_kwargs=True).remove)
 
-    def add_component(self, site: ComponentSite, entry: nn.Module, leave: nn.Module) -> None:
-        self._undo.append(entry.register_forward_pre_hook(site.entering, with_kwargs=True).remove)
-        self._undo.append(leave.register_forward_hook(site.leaving, with_kwargs=True).remove)
+    def add_component(self, site: ComponentSite, module: nn.Module) -> None:
+        self._wrap(site, module, site.run)
 
     def add_block(self, site: BlockSite, block: nn.Module) -> None:
+        self._wrap(site, block, functools.update_wrapper(functools.partial(_run_block, site), block.forward))
+
+    def _wrap(self, site: Any, block: nn.Module, wrapper: Any) -> None:
         before = vars(block).get("forward")
         site.original = block.forward
-        wrapper = functools.update_wrapper(functools.partial(_run_block, site), site.original)
         block.forward = wrapper
         self._wrapped.append((site.name, block, wrapper))
 

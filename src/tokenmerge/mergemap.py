@@ -43,6 +43,15 @@ class MergeMap:
         weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in weight_shapes]
         return cls.over(layout, ops, indices + weights)
 
+    # Sizes are read off tensors: the compiler takes any number it finds in a hook for a constant.
+    @property
+    def token_count(self) -> int:
+        return self.unmerge_weights.shape[1] * self.unmerge_weights.shape[2]
+
+    @property
+    def merged_count(self) -> int:
+        return self.destinations.shape[1]
+
     @property
     def tensors(self) -> list[Tensor]:
         """Everything a refresh writes."""

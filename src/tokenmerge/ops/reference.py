@@ -163,8 +163,9 @@ def weigh(
     spread = torch.softmax(pairs / temperature, dim=-2)
     totals = spread.sum(-1, keepdim=True)
     # With unnormalised similarities a destination may attract nobody, itself included: it then stands for itself.
-    alone = _own_places(order, destinations, tokens.shape[1]).expand(batch, -1, -1, -1)
-    merge = torch.where(totals > 0, spread / totals.clamp_min(torch.finfo(spread.dtype).tiny), alone)
+    alone = _own_places(order, destinations, tokens.shape[1])
+    least = torch.finfo(spread.dtype).tiny
+    merge = torch.where(totals > least, spread / totals.clamp_min(least), alone)
     return merge.to(tokens.dtype), spread.transpose(-1, -2).to(tokens.dtype)
 
 

@@ -1,0 +1,135 @@
+"""The `tokenmerge` command: parse and print; no logic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from . import __version__
+from .config import MergeConfig, Schedule, TokenMergeError, presets
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except TokenMergeError as error:
+        print(f"tokenmerge: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tokenmerge: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tokenmerge", description="Token merging for diffusers pipelines.")
+    parser.add_argument("--version", action="version", version=f"tokenmerge {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    plan = commands.add_parser(
+        "plan",
+        help="show what would be merged where, from a model's config alone",
+        description="Print what merging would do to a model at a size, and what that saves and spends by the paper's "
+        "cost model. Only the model's config files are read, no weights.",
+    )
+    plan.add_argument("--model", required=True, help="a diffusers folder or a hub id")
+    plan.add_argument("--height", type=int, default=1024, help="pixels (default: %(default)s)")
+    plan.add_argument("--width", type=int, default=1024, help="pixels (default: %(default)s)")
+    plan.add_argument("--sites-list", action="store_true", help="list every site by name")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_config_options(plan)
+    plan.set_defaults(run=_plan)
+
+    listing = commands.add_parser("presets", help="list the named presets")
+    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    listing.set_defaults(run=_presets)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from . import api
+    from .adapters.loading import empty_denoiser
+
+    denoiser, scale = empty_denoiser(options.model)
+    plan = api.plan(
+        denoiser,
+        height=options.height,
+        width=options.width,
+        preset=options.preset,
+        vae_scale_factor=scale,
+        **_config_options(options),
+    )
+    if options.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    print(plan)
+    if options.sites_list:
+        print("\nSites:")
+        for site in plan.sites:
+            print(f"  {site.name}  [{site.group}]  {site.skipped or 'merged'}")
+
+
+def _presets(options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps({name: config.to_dict() for name, config in presets().items()}, indent=2))
+        return
+    from .tables import table
+
+    header = ["preset", "method", "regions", "merge_regions", "sites", "skip_first"]
+    rows = [[name, *(str(getattr(config, field)) for field in header[1:])] for name, config in presets().items()]
+    print(table(header, rows))
+
+
+def _config_fields() -> dict[str, Any]:
+    """Every field of MergeConfig and Schedule with its type hint: the command line has them all."""
+    hints = {**get_type_hints(MergeConfig), **get_type_hints(Schedule)}
+    return {
+        item.name: hints[item.name] for item in (*fields(MergeConfig), *fields(Schedule)) if item.name != "schedule"
+    }
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
+    group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
+    for name, hint in _config_fields().items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))
+
+
+def _config_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given."""
+    return {name: value for name in _config_fields() if (value := getattr(options, name)) is not None}
+
+
+def _parse_as(hint: Any) -> Any:
+    """A parser of command-line text for a field's type: numbers as numbers, tuples by commas."""
+    choices = [
+        choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if choice is not type(None)
+    ]
+    if get_origin(choices[0]) is tuple:
+        item = get_args(choices[0])[0]
+
+        def parse(text: str) -> tuple[Any, ...]:
+            return tuple(item(part) for part in text.split(","))
+
+        return parse
+    if choices == [int, float]:
+        return _number
+    return choices[0]
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def _metavar(hint: Any) -> str:
+    text = str(hint)
+    if "tuple" in text:
+        return "A,B,..."
+    return "TEXT" if "str" in text else "N"

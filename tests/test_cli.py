@@ -1,0 +1,147 @@
+"""The command line: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenmerge.cli import main
+
+SDXL = {
+    "_class_name": "UNet2DConditionModel",
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "attention_head_dim": [5, 10, 20],
+    "block_out_channels": [320, 640, 1280],
+    "cross_attention_dim": 2048,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "layers_per_block": 2,
+    "projection_class_embeddings_input_dim": 2816,
+    "sample_size": 128,
+    "transformer_layers_per_block": [1, 2, 10],
+    "use_linear_projection": True,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders with the configs of SDXL and Flux at their real size, and no weights."""
+    folder = tmp_path_factory.mktemp("models")
+    files = {
+        "sdxl/model_index.json": {"_class_name": "StableDiffusionXLPipeline", "unet": ["diffusers", "x"]},
+        "sdxl/unet/config.json": SDXL,
+        "sdxl/vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
+        "flux/config.json": {"_class_name": "FluxTransformer2DModel"},
+        "other/config.json": {"_class_name": "PriorTransformer"},
+        "vae/model_index.json": {"_class_name": "VaePipeline", "vae": ["diffusers", "AutoencoderKL"]},
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    (folder / "empty").mkdir()
+    return folder
+
+
+def run(*arguments: str) -> int:
+    return main(arguments)
+
+
+def test_plan_of_sdxl_from_its_config(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--model", str(models / "sdxl"), "--preset", "toma-tile", "--ratio", "0.5", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["sites"]) == 3 * 70
+    assert [(group["grid"], group["tokens"], group["merged"]) for group in plan["groups"]] == [
+        ("64x64", 4096, 2048),
+        ("32x32", 1024, 512),
+    ]
+    # By hand: blocks of width 640 on 4096 tokens, ten of them, and of 1280 on 1024, sixty.
+    work = {tokens: 7 * width**2 * tokens + 2 * width * tokens**2 for tokens, width in ((4096, 640), (1024, 1280))}
+    half = {4096: 7 * 640**2 * 2048 + 2 * 640 * 2048**2, 1024: 7 * 1280**2 * 512 + 2 * 1280 * 512**2}
+    total = 10 * work[4096] + 60 * work[1024]
+    saved = 10 * (work[4096] - half[4096]) + 60 * (work[1024] - half[1024])
+    assert plan["saved"] == pytest.approx(saved / total)
+    assert 0 < plan["spent"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "regions"),
+    [
+        (("1024", "1024"), "64x64", "256 tiles of 4x4"),
+        (("1080", "1920"), "67x120", "536 ragged tiles of 15"),
+        (("832", "1216"), "52x76", "247 tiles of 4x4"),
+        (("1000", "1000"), "62x62", "ragged tiles"),
+    ],
+)
+def test_plan_of_flux_at_every_size(
+    models: Path, capsys: pytest.CaptureFixture[str], size: tuple[str, str], grid: str, regions: str
+) -> None:
+    assert (
+        run("plan", "--model", str(models / "flux"), "--height", size[0], "--width", size[1], "--skip-first", "5") == 0
+    )
+    printed = capsys.readouterr().out
+    assert "47 of 57 sites" in printed
+    assert grid in printed
+    assert regions in printed
+    assert "5 x one of the first 5 blocks of joint (skip_first)" in printed
+
+
+def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--model", str(models / "sdxl"), "--levels", "2", "--sites-list") == 0
+    printed = capsys.readouterr().out
+    assert "down_blocks.1.attentions.0.transformer_blocks.0  [level-2]  merged" in printed
+    assert "level-4 is not among levels (2,)" in printed
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("missing/model", [], "neither a folder"),
+        ("empty", [], "model_index.json or config.json"),
+        ("other", [], "PriorTransformer"),
+        ("vae", [], "without a unet or transformer"),
+        ("flux", ["--ratio", "1.5"], "[0, 1)"),
+        ("flux", ["--regions", "tile:0x8"], "zero"),
+        ("flux", ["--levels", "2"], "only one"),
+        ("flux", ["--skip-first", "38"], "no site"),
+        ("flux", ["--components", "cross_attention", "--sites", "component"], "no site"),
+        ("flux", ["--preset", "best"], "unknown"),
+        ("flux", ["--height", "4"], "larger size"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(
+    models: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run("plan", "--model", str(models / model), *options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tokenmerge: ")
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
+    command = [sys.executable, "-m", "tokenmerge", "plan", "--model", "somebody/some-model"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(models / "empty")}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "cannot be reached" in result.stderr
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("presets") == 0
+    assert "toma-once" in capsys.readouterr().out
+    assert run("presets", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["toma"]["merge_regions"] == "whole"

@@ -1,0 +1,124 @@
+"""MergeConfig: validated once, frozen, and the same after a round trip."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from tokenmerge import MergeConfig, Schedule, TokenMergeError, presets
+from tokenmerge.config import BACKENDS, COMPONENTS, METHODS, SELECTIONS, SIMILARITIES, SITES, UNMERGES, load_preset
+
+configs = st.builds(
+    MergeConfig,
+    ratio=st.floats(0, 0.99),
+    method=st.sampled_from(METHODS),
+    regions=st.sampled_from(("whole", "tile", "stripe:3", "tile:8x4")),
+    merge_regions=st.sampled_from((None, "whole", "tile:2")),
+    selection=st.sampled_from(SELECTIONS),
+    similarity=st.sampled_from(SIMILARITIES),
+    temperature=st.floats(1e-6, 10),
+    unmerge=st.sampled_from(UNMERGES),
+    sites=st.sampled_from(SITES),
+    span=st.integers(0, 9),
+    components=st.sets(st.sampled_from(COMPONENTS), min_size=1).map(tuple),
+    levels=st.none() | st.lists(st.sampled_from((1, 2, 4)), min_size=1).map(tuple),
+    skip_first=st.integers(0, 5) | st.floats(0, 0.9),
+    skip_last=st.integers(0, 5) | st.floats(0, 0.9),
+    schedule=st.builds(Schedule, st.integers(1, 50), st.integers(1, 50), st.floats(0, 0.4), st.floats(0.5, 1)),
+    seed=st.integers(0, 2**32),
+    backend=st.sampled_from(BACKENDS),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=configs)
+def test_a_config_survives_dict_json_and_yaml(config: MergeConfig) -> None:
+    assert MergeConfig.from_dict(config.to_dict()) == config
+    assert MergeConfig.from_json(config.to_json()) == config
+    assert MergeConfig.from_yaml(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ratio", 1.0),
+        ("ratio", -0.1),
+        ("ratio", float("nan")),
+        ("ratio", "half"),
+        ("ratio", True),
+        ("method", "magic"),
+        ("regions", "hexagons"),
+        ("merge_regions", "tile:0"),
+        ("selection", "best"),
+        ("similarity", "euclid"),
+        ("temperature", 0.0),
+        ("temperature", float("nan")),
+        ("unmerge", "inverse"),
+        ("sites", "everywhere"),
+        ("span", -1),
+        ("components", ()),
+        ("components", ("attention",)),
+        ("components", "mlp"),
+        ("levels", (0,)),
+        ("skip_first", -1),
+        ("skip_last", 1.5),
+        ("seed", 0.5),
+        ("backend", "cuda"),
+        ("schedule", {"destinations_every": 0}),
+        ("schedule", {"start": 0.5, "stop": 0.5}),
+        ("schedule", {"stop": 1.5}),
+        ("schedule", {"when": 3}),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(TokenMergeError) as caught:
+        MergeConfig(**{field: value})
+    named = value if isinstance(value, dict) else {field: value}
+    assert any(name in str(caught.value) for name in (*named, "window"))
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(TypeError):
+        MergeConfig(ratios=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TokenMergeError, match="'ratios'"):
+        MergeConfig.from_dict({"ratios": 0.5})
+    with pytest.raises(TokenMergeError, match="mapping"):
+        MergeConfig.from_yaml("- 1")
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        MergeConfig().ratio = 0.1  # type: ignore[misc]
+
+
+def test_replace_takes_fields_of_the_schedule_too() -> None:
+    config = MergeConfig().replace(ratio=0.25, weights_every=2, stop=0.9)
+    assert (config.ratio, config.schedule) == (0.25, Schedule(weights_every=2, stop=0.9))
+
+
+@pytest.mark.parametrize("name", ["toma", "toma-stripe", "toma-tile", "toma-once", "lower-bound", "none"])
+def test_the_papers_variants_are_presets(name: str) -> None:
+    assert load_preset(name) == presets()[name]
+
+
+def test_presets_come_from_files_too(tmp_path: Path) -> None:
+    config = MergeConfig(ratio=0.3, regions="stripe:8")
+    (tmp_path / "mine.yaml").write_text(config.to_yaml())
+    (tmp_path / "mine.json").write_text(config.to_json())
+    assert load_preset(str(tmp_path / "mine.yaml")) == load_preset(str(tmp_path / "mine.json")) == config
+    with pytest.raises(TokenMergeError, match="not there"):
+        load_preset(str(tmp_path / "other.yaml"))
+    with pytest.raises(TokenMergeError, match="unknown"):
+        load_preset("toma-tiles")
+
+
+@pytest.mark.parametrize(
+    ("step", "selected", "weighed", "phase"),
+    [(0, None, None, "select"), (4, 0, 0, "reuse"), (5, 0, 0, "reweigh"), (9, 0, 5, "reuse"), (10, 0, 5, "select")],
+)
+def test_what_is_due_at_a_step(step: int, selected: int | None, weighed: int | None, phase: str) -> None:
+    assert Schedule().phase(step, selected, weighed) == phase

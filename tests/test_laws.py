@@ -1,0 +1,363 @@
+"""Laws of token merging, over random shapes, dtypes, ratios and partitions, and over tokens that are hard to handle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge.config import Regions
+from tokenmerge.grid import (
+    TokenGrid,
+    invert_order,
+    join_regions,
+    layout_for,
+    nearest_divisor,
+    partition_grids,
+    split_regions,
+)
+from tokenmerge.mergemap import MergeMap
+from tokenmerge.methods import method_for
+from tokenmerge.ops import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Rows of weights are rounded to the tokens' dtype, so their sums are off by as much.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+KINDS = ("plain", "clustered", "identical", "zero", "nan")
+
+grids = st.builds(TokenGrid, st.integers(1, 14), st.integers(1, 14))
+regions = st.one_of(
+    st.just("whole"),
+    st.builds("{}:{}".format, st.sampled_from(("tile", "stripe")), st.integers(1, 40)),
+    st.builds("tile:{}x{}".format, st.integers(1, 9), st.integers(1, 9)),
+)
+ratios = st.one_of(st.sampled_from((0.0, 0.25, 0.5, 0.75)), st.floats(0.0, 0.95))
+seeds = st.integers(0, 2**31)
+
+
+@st.composite
+def tokens(draw: st.DrawFn, count: int, kinds: tuple[str, ...] = KINDS, batch: int | None = None) -> Tensor:
+    """[B, count, C] of one of the kinds that real models and broken ones produce."""
+    kind = draw(st.sampled_from(kinds))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    size = (batch or draw(st.integers(1, 3)), count, draw(st.integers(1, 9)))
+    values = torch.randn(size, generator=generator)
+    if kind == "clustered":
+        values = torch.randn(3, size[2], generator=generator)[torch.randint(3, size[:2], generator=generator)]
+        values = values + 0.01 * torch.randn(size, generator=generator)
+    elif kind == "identical":
+        values = values[:, :1].expand(size).contiguous()
+    elif kind == "zero":
+        values = values * (torch.rand(size[:2], generator=generator) < 0.5)[..., None]
+    elif kind == "nan":
+        values[:, torch.randint(count, (1,), generator=generator)] = math.nan
+    return values.to(draw(st.sampled_from(DTYPES)))
+
+
+def make_map(values: Tensor, grid: TokenGrid, config: MergeConfig, shared: bool = False) -> MergeMap:
+    partition = partition_grids((grid,), config)
+    method, generator = method_for(config), torch.Generator().manual_seed(config.seed)
+    destinations = method.select(values, partition, config, reference, generator, shared=shared)
+    merge, unmerge = method.weigh(values, destinations, partition, config, reference, generator)
+    merge_map = MergeMap.empty(
+        partition.layout,
+        reference,
+        len(values),
+        ordered=config.merge_in.kind == "tile",
+        shared=shared,
+        dtype=values.dtype,
+        device=values.device,
+    )
+    merge_map.fill(partition, destinations, merge, unmerge)
+    return merge_map
+
+
+@settings(max_examples=400, deadline=None)
+@given(grid=grids, spec=regions, merge_spec=st.none() | regions, ratio=ratios)
+def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
+    grid: TokenGrid, spec: str, merge_spec: str | None, ratio: float
+) -> None:
+    config = MergeConfig(ratio=ratio, regions=spec, merge_regions=merge_spec)
+    try:
+        partition = partition_grids((grid,), config)
+    except TokenMergeError:
+        assert config.merge_in.kind != config.select_in.kind
+        return
+    layout = partition.layout
+    assert layout.select_regions * layout.select_size == layout.merge_regions * layout.merge_size == grid.count
+    assert layout.merge_size % layout.select_size == 0
+    assert layout.select_count == max(1, round(layout.select_size * (1 - ratio)))
+    assert layout.merge_count * layout.merge_regions == layout.merged <= grid.count
+    assert layout == layout_for(grid.count, config), "shapes may depend on the token count alone"
+    order = torch.arange(grid.count) if partition.order is None else partition.order
+    assert torch.equal(order.sort().values, torch.arange(grid.count))
+
+
+@settings(max_examples=200, deadline=None)
+@given(grid=grids, spec=regions, data=st.data())
+def test_split_and_join_are_inverse_on_every_grid(grid: TokenGrid, spec: str, data: st.DataObject) -> None:
+    values = data.draw(tokens(grid.count))
+    partition = partition_grids((grid,), MergeConfig(regions=spec))
+    split = split_regions(values, partition.order, partition.layout.select_regions)
+    inverse = None if partition.order is None else invert_order(partition.order)
+    assert torch.equal(join_regions(split, inverse).nan_to_num(), values.nan_to_num())
+
+
+@settings(max_examples=300, deadline=None)
+@given(grid=st.builds(TokenGrid, st.integers(2, 90), st.integers(2, 90)), side=st.sampled_from((4, 8)))
+def test_tiles_are_compact_on_every_grid(grid: TokenGrid, side: int) -> None:
+    """No region of a tiling reaches much further than the square it stands for, however odd the grid."""
+    partition = partition_grids((grid,), MergeConfig(regions=f"tile:{side}x{side}"))
+    size = partition.layout.select_size
+    assert partition.order is not None
+    places = partition.order.view(-1, size)
+    for axis, length in ((places // grid.width, grid.height), (places % grid.width, grid.width)):
+        extent = (axis.amax(1) - axis.amin(1) + 1).max().item()
+        other = grid.count // length
+        # Where the other side of the grid is short, a region of this size must be long.
+        needed = max(math.sqrt(size), size / other)
+        # A band may be half as high again as the tile, and a run that turns into the next band covers two of them.
+        assert extent <= 3 * needed + 2
+
+
+@pytest.mark.parametrize(("number", "wished", "expected"), [(4096, 64, 64), (8040, 64, 67), (67, 8, 1), (7, 0.1, 1)])
+def test_the_nearest_divisor_is_nearest_in_ratio(number: int, wished: float, expected: int) -> None:
+    assert nearest_divisor(number, wished) == expected
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    data=st.data(),
+    count=st.integers(1, 40),
+    region_count=st.integers(1, 3),
+    selection=st.sampled_from(("facility-location", "graph-cut", "stochastic", "random", "uniform")),
+    similarity=st.sampled_from(("cosine", "dot")),
+    shared=st.booleans(),
+)
+def test_selection_never_takes_a_destination_twice_and_is_deterministic(
+    data: st.DataObject, count: int, region_count: int, selection: str, similarity: str, shared: bool
+) -> None:
+    values = data.draw(tokens(count * region_count))
+    wanted = data.draw(st.integers(1, count))
+    before = torch.random.get_rng_state()
+    runs = [
+        reference.select(
+            values,
+            None,
+            region_count,
+            wanted,
+            selection=selection,
+            similarity=similarity,
+            shared=shared,
+            generator=torch.Generator().manual_seed(7),
+        )
+        for _ in range(2)
+    ]
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(before, torch.random.get_rng_state()), "the global random state was touched"
+    assert runs[0].shape == (1 if shared else len(values), region_count, wanted)
+    for sample in runs[0]:
+        for number, region in enumerate(sample.tolist()):
+            assert len(set(region)) == wanted
+            assert all(number * count <= index < (number + 1) * count for index in region)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), count=st.integers(2, 9))
+def test_greedy_reaches_its_share_of_the_best_coverage(data: st.DataObject, count: int) -> None:
+    values = data.draw(tokens(count, kinds=("plain", "clustered", "identical", "zero"), batch=1)).float()
+    wanted = data.draw(st.integers(1, min(count, 4)))
+    # The bound holds for similarities that are not negative.
+    similarity = reference.pairwise_similarity(values[:, None], "cosine").clamp_min(0)
+    greedy = reference.coverage(similarity, reference.select_destinations(similarity, wanted)).item()
+    best = max(
+        reference.coverage(similarity, torch.tensor([[subset]])).item()
+        for subset in itertools.combinations(range(count), wanted)
+    )
+    assert greedy >= (1 - 1 / math.e) * best - 1e-4
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), count=st.integers(2, 30))
+def test_gains_never_rise(data: st.DataObject, count: int) -> None:
+    values = data.draw(tokens(count, batch=1)).float()
+    similarity = reference.pairwise_similarity(values[:, None], "cosine").clamp_min(0)
+    chosen = reference.select_destinations(similarity, count)
+    covered = [reference.coverage(similarity, chosen[..., : turn + 1]).item() for turn in range(count)]
+    gains = [later - earlier for earlier, later in itertools.pairwise([0.0, *covered])]
+    assert all(later <= earlier + 1e-3 for earlier, later in itertools.pairwise(gains))
+
+
+def test_each_pick_is_the_best_one_left() -> None:
+    """Against a plain loop that tries every candidate. Two tokens nearest to each other are a true tie, so by value."""
+    similarity = reference.pairwise_similarity(torch.randn(2, 3, 12, 5), "cosine")
+    chosen = reference.select_destinations(similarity, 6)
+    for sample, region in itertools.product(range(2), range(3)):
+        pairs, picks = similarity[sample, region], chosen[sample, region].tolist()
+        for turn in range(6):
+            values = {
+                candidate: pairs[:, [*picks[:turn], candidate]].amax(1).sum().item()
+                for candidate in range(12)
+                if candidate not in picks[:turn]
+            }
+            assert values[picks[turn]] >= max(values.values()) - 1e-5
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    assert reference.select_destinations(torch.ones(1, 1, 6, 6), 3).tolist() == [[[0, 1, 2]]]
+
+
+def test_graph_cut_greedily_maximises_its_own_value() -> None:
+    similarity = reference.pairwise_similarity(torch.rand(1, 1, 10, 4), "cosine").clamp_min(0)
+    pairs = similarity[0, 0]
+
+    def value(chosen: list[int]) -> float:
+        return (pairs[:, chosen].sum() - 0.5 * pairs[chosen][:, chosen].sum()).item()
+
+    picked: list[int] = []
+    for _ in range(4):
+        picked.append(max((c for c in range(10) if c not in picked), key=lambda c: value([*picked, c])))
+    assert reference.select_graph_cut(similarity, 4)[0, 0].tolist() == picked
+
+
+def test_shared_destinations_maximise_the_coverage_of_all_samples() -> None:
+    values = torch.randn(3, 16, 4)
+    chosen = reference.select(values, None, 1, 5, shared=True)
+    stacked = reference.pairwise_similarity(values[:, None], "cosine").transpose(0, 1).flatten(1, 2)[None]
+    assert torch.equal(chosen, reference.select_destinations(stacked, 5))
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    grid=grids,
+    spec=regions,
+    ratio=ratios,
+    temperature=st.sampled_from((0.001, 0.05, 1.0)),
+    unmerge=st.sampled_from(("transpose", "pinv")),
+    similarity=st.sampled_from(("cosine", "dot")),
+    shared=st.booleans(),
+    whole=st.booleans(),
+    data=st.data(),
+)
+def test_weights_are_means_and_constants_survive(
+    grid: TokenGrid,
+    spec: str,
+    ratio: float,
+    temperature: float,
+    unmerge: str,
+    similarity: str,
+    shared: bool,
+    whole: bool,
+    data: st.DataObject,
+) -> None:
+    """Rows of both maps sum to 1, so that merging and unmerging a constant gives that constant, whatever the tokens."""
+    values = data.draw(tokens(grid.count))
+    config = MergeConfig(
+        ratio=ratio,
+        regions=spec,
+        merge_regions="whole" if whole else None,
+        temperature=temperature,
+        unmerge=unmerge,
+        similarity=similarity,
+    )
+    merge_map = make_map(values, grid, config, shared)
+    rounding = ROUNDING[values.dtype]
+    for weights in (merge_map.merge_weights, merge_map.unmerge_weights):
+        assert weights.dtype == values.dtype
+        assert weights.isfinite().all()
+        totals = weights.float().sum(-1)
+        scale = weights.float().abs().sum(-1)
+        assert ((totals - 1).abs() <= rounding * scale.clamp_min(1)).all()
+    assert (merge_map.merge_weights >= 0).all()
+    constant = torch.ones(len(values), grid.count, 3)
+    merged = merge_map.merge(constant)
+    assert merged.shape == (len(values), merge_map.layout.merged, 3)
+    restored = merge_map.unmerge(merged)
+    scale = merge_map.unmerge_weights.float().abs().sum(-1).max().clamp_min(1)
+    torch.testing.assert_close(restored, constant, rtol=0, atol=2 * rounding * scale.item())
+
+
+@settings(max_examples=150, deadline=None)
+@given(grid=grids, spec=regions, data=st.data())
+def test_ratio_zero_is_the_identity(grid: TokenGrid, spec: str, data: st.DataObject) -> None:
+    values = torch.randn(2, grid.count, 6, generator=torch.Generator().manual_seed(data.draw(seeds)))
+    # Distinct tokens, so that each is nearest to itself.
+    merge_map = make_map(values, grid, MergeConfig(ratio=0.0, regions=spec, temperature=1e-6))
+    assert merge_map.layout.merged == grid.count
+    restored = merge_map.unmerge(merge_map.merge(values))
+    torch.testing.assert_close(restored, values, rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(grid=grids, ratio=st.sampled_from((0.25, 0.5, 0.75)), seed=seeds)
+def test_a_cold_temperature_gives_the_mean_of_each_cluster(grid: TokenGrid, ratio: float, seed: int) -> None:
+    values = torch.randn(1, grid.count, 6, generator=torch.Generator().manual_seed(seed))
+    merge_map = make_map(values, grid, MergeConfig(ratio=ratio, regions="whole", temperature=1e-6))
+    directions = torch.nn.functional.normalize(values[0], dim=-1)
+    nearest = (directions @ directions[merge_map.destinations[0]].T).argmax(1)
+    merged = merge_map.merge(values)
+    for place in range(merge_map.layout.merged):
+        torch.testing.assert_close(merged[0, place], values[0, nearest == place].mean(0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(merge_map.unmerge(merged), merged[:, nearest], rtol=1e-3, atol=1e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, count=st.integers(2, 12), size=st.integers(12, 24))
+def test_pinv_is_the_pseudo_inverse_up_to_row_sums(seed: int, count: int, size: int) -> None:
+    raw = torch.rand(1, 1, count, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    merge = (raw / raw.sum(-1, keepdim=True)).float()
+    unmerge = reference.pinv_weights(merge, fallback=torch.full((1, 1, size, count), 1 / count))
+    expected = torch.linalg.pinv(merge.double())
+    totals = expected.sum(-1, keepdim=True)
+    usable = (totals.abs() > 2e-3).expand_as(expected)
+    scaled = (expected / totals)[usable]
+    # The ridge of 1e-6 shows where the pseudo-inverse itself is badly conditioned.
+    condition = torch.linalg.cond(merge.double()).item() ** 2
+    limit = max(1e-3, 1e-5 * condition) * scaled.abs().max().clamp_min(1)
+    assert (unmerge.double()[usable] - scaled).abs().max() <= limit
+
+
+def test_identical_tokens_do_not_break_pinv() -> None:
+    values = torch.ones(1, 16, 4)
+    merge_map = make_map(values, TokenGrid(4, 4), MergeConfig(unmerge="pinv", regions="whole", temperature=0.05))
+    restored = merge_map.unmerge(merge_map.merge(values))
+    torch.testing.assert_close(restored, values, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(grid=st.builds(TokenGrid, st.integers(2, 8), st.integers(2, 8)), spec=regions, seed=seeds)
+def test_merging_equals_a_plain_loop_over_regions(grid: TokenGrid, spec: str, seed: int) -> None:
+    values = torch.randn(2, grid.count, 5, generator=torch.Generator().manual_seed(seed))
+    config = MergeConfig(ratio=0.5, regions=spec, temperature=0.1)
+    partition = partition_grids((grid,), config)
+    order = torch.arange(grid.count) if partition.order is None else partition.order
+    merge_map = make_map(values, grid, config)
+    merged = merge_map.merge(values).unflatten(1, (partition.layout.merge_regions, -1))
+    restored = merge_map.unmerge(merge_map.merge(values))
+    for sample in range(2):
+        for number, members in enumerate(order.view(partition.layout.merge_regions, -1)):
+            chosen = merge_map.destinations[sample].view(partition.layout.merge_regions, -1)[number]
+            unit = torch.nn.functional.normalize(values[sample], dim=-1)
+            spread = torch.softmax(unit[chosen] @ unit[members].T / 0.1, dim=0)
+            expected = spread / spread.sum(1, keepdim=True) @ values[sample, members]
+            torch.testing.assert_close(merged[sample, number], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(restored[sample, members], spread.T @ expected, rtol=1e-4, atol=1e-4)
+
+
+def test_several_images_of_one_sequence_are_cut_separately_where_tiles_fit() -> None:
+    partition = partition_grids((TokenGrid(8, 8), TokenGrid(8, 8)), MergeConfig(regions="tile:4x4"))
+    assert partition.order is not None
+    first, second = partition.order.view(2, 4, 16)
+    assert first.max() < 64 <= second.min()
+
+
+@pytest.mark.parametrize("text", ["tiles", "tile:", "tile:0", "whole:2", "stripe:2x2", "tile:8x0", "8x8", ""])
+def test_region_specs_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(TokenMergeError, match="regions"):
+        Regions.parse(text)
