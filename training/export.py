@@ -1,0 +1,130 @@
+"""Assemble the folders that stock diffusers loads.
+
+    python training/export.py --text build/text --vae build/vae/vae.0.safetensors \
+        --flux build/flux/flux.*.safetensors --sdxl build/sdxl/sdxl.*.safetensors --out models
+
+writes `tiny-flux` and `tiny-sdxl` (whichever denoiser is given) with fp16 weights and a SHA256SUMS in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from autoencoder import make_autoencoder
+from diffusers import (
+    DiffusionPipeline,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from flux import CONFIG as FLUX_CONFIG
+from flux import SCHEDULER as FLUX_SCHEDULER
+from optim import load_weights
+from safetensors.torch import load_file, save_file
+from sdxl import CONFIG as SDXL_CONFIG
+from sdxl import SCHEDULER as SDXL_SCHEDULER
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+
+def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
+    transformer = FluxTransformer2DModel(**FLUX_CONFIG)
+    transformer.load_state_dict(load_weights(weights))
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER),
+        vae=make_autoencoder(vae),
+        text_encoder=CLIPTextModel.from_pretrained(text / "clip"),
+        tokenizer=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
+        text_encoder_2=T5EncoderModel.from_pretrained(text / "t5"),
+        tokenizer_2=T5Tokenizer.from_pretrained(text / "tokenizer_t5"),
+        transformer=transformer,
+    )
+
+
+def make_sdxl(text: Path, vae: list[Path], weights: list[Path]) -> StableDiffusionXLPipeline:
+    unet = UNet2DConditionModel(**SDXL_CONFIG)
+    unet.load_state_dict(load_weights(weights))
+    return StableDiffusionXLPipeline(
+        scheduler=EulerDiscreteScheduler(**SDXL_SCHEDULER),
+        vae=make_autoencoder(vae),
+        text_encoder=CLIPTextModel.from_pretrained(text / "clip"),
+        tokenizer=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
+        text_encoder_2=CLIPTextModelWithProjection.from_pretrained(text / "clip"),
+        tokenizer_2=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
+        unet=unet,
+        force_zeros_for_empty_prompt=True,
+        add_watermarker=False,
+    )
+
+
+def tidy_text_encoder(folder: Path) -> None:
+    """Two things about a saved text encoder that `save_pretrained` does not do.
+
+    The weights are fp16 only to be small. transformers would load them in the dtype that the config names,
+    beside a denoiser that diffusers loads in fp32, so the config must say fp32. And CLIP's keys must begin
+    with `text_model.`, as in published pipelines: every version of transformers reads those.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if config["model_type"] == "clip_text_model":
+        path = folder / "model.safetensors"
+        kept = ("text_model.", "text_projection.")
+        state = {k if k.startswith(kept) else f"text_model.{k}": v for k, v in load_file(path).items()}
+        save_file(state, path, metadata={"format": "pt"})
+
+
+def write_checksums(folder: Path) -> None:
+    """SHA256SUMS over every file of the folder; check with `sha256sum -c SHA256SUMS`."""
+    sums = folder / "SHA256SUMS"
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != sums)
+    lines = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder).as_posix()}" for path in files
+    ]
+    sums.write_text("\n".join(lines) + "\n")
+
+
+def save(pipe: DiffusionPipeline, folder: Path) -> None:
+    """Write the pipeline in fp16, replacing what the folder held, except README.md (the model card)."""
+    card = (folder / "README.md").read_bytes() if (folder / "README.md").exists() else None
+    if folder.exists():
+        shutil.rmtree(folder)
+    pipe.to(dtype=torch.float16).save_pretrained(folder)
+    if card is not None:
+        (folder / "README.md").write_bytes(card)
+    for encoder in ("text_encoder", "text_encoder_2"):
+        tidy_text_encoder(folder / encoder)
+    write_checksums(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    print(f"{folder}: {size / 1e6:.1f} MB of weights")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path("build/text"), help="folder from text.py")
+    parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
+    parser.add_argument("--flux", type=Path, nargs="+", help="weights from flux.py")
+    parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
+    parser.add_argument("--out", type=Path, default=Path("models"))
+    args = parser.parse_args()
+    if args.flux:
+        save(make_flux(args.text, args.vae, args.flux), args.out / "tiny-flux")
+    if args.sdxl:
+        save(make_sdxl(args.text, args.vae, args.sdxl), args.out / "tiny-sdxl")
+
+
+if __name__ == "__main__":
+    main()
