@@ -1,10 +1,13 @@
-# `make test` on a fresh machine makes the environment, installs everything and runs all checks.
+# On a fresh machine each target makes the environment and installs what it needs.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint format clean
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/tokenmerge generate --out demo.png
 
 test: lint
 	$(BIN)/python -m pytest -n 2

@@ -16,21 +16,28 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
+    ["generate"],
     ["api"],
     ["planning"],
     ["adapters"],
     ["hooks"],
     ["state"],
-    ["watch", "tables"],
+    ["watch", "tables", "pictures"],
     ["methods"],
     ["mergemap"],
     ["ops"],
     ["grid"],
+    ["quality", "measure"],
     ["config"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Where heavy or optional packages may be imported at all.
-ALLOWED = {"diffusers": {"adapters", "cli"}, "triton": {"ops"}, "huggingface_hub": {"adapters"}}
+ALLOWED = {
+    "diffusers": {"adapters"},
+    "huggingface_hub": {"adapters"},
+    "transformers": {"adapters"},
+    "triton": {"ops"},
+}
 
 
 def layer(path: Path) -> str:

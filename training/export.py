@@ -1,9 +1,10 @@
 """Assemble the folders that stock diffusers loads.
 
     python training/export.py --text build/text --vae build/vae/vae.0.safetensors \
-        --flux build/flux/flux.*.safetensors --sdxl build/sdxl/sdxl.*.safetensors --out models
+        --flux build/flux/flux.*.safetensors --sdxl build/sdxl/sdxl.*.safetensors
 
-writes `tiny-flux` and `tiny-sdxl` (whichever denoiser is given) with fp16 weights and a SHA256SUMS in each.
+writes `tiny-flux` and `tiny-sdxl` (whichever denoiser is given) into the package, with fp16 weights and a SHA256SUMS in
+each.
 """
 
 from __future__ import annotations
@@ -38,6 +39,23 @@ from transformers import (
     T5EncoderModel,
     T5Tokenizer,
 )
+
+# How each pipeline wants to be called, read by `tokenmerge generate` (the rest is the pipeline's own default).
+CALLS = {
+    # Without a negative prompt FluxPipeline does not guide, and its 512 text tokens are mostly padding.
+    "tiny-flux": {
+        "call": {"negative_prompt": "", "true_cfg_scale": 2.5, "max_sequence_length": 32},
+        "guidance_argument": "true_cfg_scale",
+        "steps": 28,
+        "size": [256, 256],
+    },
+    "tiny-sdxl": {
+        "call": {"guidance_scale": 4.0},
+        "guidance_argument": "guidance_scale",
+        "steps": 28,
+        "size": [256, 256],
+    },
+}
 
 
 def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
@@ -107,6 +125,7 @@ def save(pipe: DiffusionPipeline, folder: Path) -> None:
         (folder / "README.md").write_bytes(card)
     for encoder in ("text_encoder", "text_encoder_2"):
         tidy_text_encoder(folder / encoder)
+    (folder / "tokenmerge.json").write_text(json.dumps(CALLS[folder.name], indent=2) + "\n")
     write_checksums(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     print(f"{folder}: {size / 1e6:.1f} MB of weights")
@@ -118,7 +137,7 @@ def main() -> None:
     parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
     parser.add_argument("--flux", type=Path, nargs="+", help="weights from flux.py")
     parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
-    parser.add_argument("--out", type=Path, default=Path("models"))
+    parser.add_argument("--out", type=Path, default=Path("src/tokenmerge/models"))
     args = parser.parse_args()
     if args.flux:
         save(make_flux(args.text, args.vae, args.flux), args.out / "tiny-flux")

@@ -33,6 +33,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenmerge {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    make = commands.add_parser(
+        "generate",
+        help="make a picture with and without merging, and compare",
+        description="Make a picture from a prompt unmerged and merged, with the same seed; write both and where they "
+        "differ into one picture, and print what it cost and changed.",
+    )
+    make.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
+    make.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    make.add_argument("--ratios", type=_parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
+    make.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
+    make.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
+    make.add_argument("--seed", type=int, default=0, metavar="N", help="of the first picture (default: %(default)s)")
+    make.add_argument("--size", metavar="WxH", help="pixels (default: the model's)")
+    make.add_argument("--number", type=int, default=1, metavar="N", help="pictures, each with the next seed")
+    make.add_argument("--show-destinations", action="store_true", help="show regions, destinations and what merged")
+    make.add_argument("--out", metavar="FILE", help="picture to write (default: named after the prompt)")
+    make.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    make.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    make.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
+    )
+    make.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    _add_config_options(make, without=("seed",))
+    make.set_defaults(run=_generate)
+
     plan = commands.add_parser(
         "plan",
         help="show what would be merged where, from a model's config alone",
@@ -76,6 +101,29 @@ def _plan(options: argparse.Namespace) -> None:
             print(f"  {site.name}  [{site.group}]  {site.skipped or 'merged'}")
 
 
+def _generate(options: argparse.Namespace) -> None:
+    from .generate import make_picture
+
+    result = make_picture(
+        options.prompt,
+        options.model,
+        preset=options.preset,
+        changes=_config_options(options, without=("seed",)),
+        ratios=options.ratios,
+        steps=options.steps,
+        guidance=options.guidance,
+        seed=options.seed,
+        size=options.size,
+        number=options.number,
+        show_destinations=options.show_destinations,
+        out=options.out,
+        device=options.device,
+        dtype=options.dtype,
+        compile_blocks=options.compile,
+    )
+    print(json.dumps(result.to_dict(), indent=2) if options.json else result)
+
+
 def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({name: config.to_dict() for name, config in presets().items()}, indent=2))
@@ -95,16 +143,18 @@ def _config_fields() -> dict[str, Any]:
     }
 
 
-def _add_config_options(parser: argparse.ArgumentParser) -> None:
+def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
     group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
     for name, hint in _config_fields().items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))
+        if name not in without:
+            group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))
 
 
-def _config_options(options: argparse.Namespace) -> dict[str, Any]:
+def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that were given."""
-    return {name: value for name in _config_fields() if (value := getattr(options, name)) is not None}
+    names = [name for name in _config_fields() if name not in without]
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _parse_as(hint: Any) -> Any:

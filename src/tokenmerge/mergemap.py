@@ -80,4 +80,11 @@ class MergeMap:
 
     def unmerge(self, merged: Tensor, residual: Tensor | None = None) -> Tensor:
         """[B, M, C] to [B, N, C], plus the residual [B, N, C]."""
-        return self.ops.unmerge(merged, self.inverse, self.unmerge_weights, residual)
+        return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual)
+
+    def owners(self) -> Tensor:
+        """[N] row-major index of the destination that each token of the first sample gets most of its result from."""
+        strongest = self.unmerge_weights[0].argmax(-1)
+        regions, count = self.layout.merge_regions, self.layout.merge_count
+        owners = self.destinations[0].view(regions, count).gather(1, strongest).flatten()
+        return owners if self.inverse is None else owners[self.inverse]

@@ -1,22 +1,73 @@
-"""Denoisers from their configs alone: shapes without weights, on the meta device."""
+"""Models by name: bundled ones, folders and hub ids; whole pipelines, or denoisers from their configs alone."""
 
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 
 from ..config import TokenMergeError
 from . import families
 
 _PARTS = ("unet", "transformer")
+_BUNDLED = Path(__file__).parent.parent / "models"
+# Beside a model's weights: how its pipeline wants to be called.
+_CALL_FILE = "tokenmerge.json"
+
+
+@dataclass(frozen=True)
+class CallDefaults:
+    """How a model's pipeline is best called; what is not known is left to the pipeline."""
+
+    call: dict[str, Any] = field(default_factory=dict)
+    guidance_argument: str = "guidance_scale"
+    steps: int = 30
+    size: tuple[int, int] | None = None  # width, height
+
+
+def bundled_models() -> tuple[str, ...]:
+    """Names of the models that come with the package."""
+    return tuple(sorted(folder.name for folder in _BUNDLED.iterdir() if folder.is_dir())) if _BUNDLED.is_dir() else ()
+
+
+def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
+    """A pipeline by bundled name, folder or hub id, and how to call it."""
+    from transformers.utils import logging
+
+    # Its advice on packages for images is not about these pipelines.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    place = _place(model)
+    try:
+        with warnings.catch_warnings():
+            # Newer versions prefer another name for it, which older ones ignore.
+            warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+            pipe = DiffusionPipeline.from_pretrained(place, torch_dtype=dtype)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        names = ", ".join(bundled_models())
+        raise TokenMergeError(
+            f"{model!r} cannot be loaded ({first_line}); give a bundled name ({names}), a diffusers folder or a hub id"
+        ) from error
+    values = _read_json(place, _CALL_FILE) if Path(place).is_dir() else None
+    defaults = CallDefaults(**values) if values else CallDefaults()
+    return pipe.to(device), defaults
+
+
+def _place(model: str) -> str:
+    """The folder of a bundled model, or what was given."""
+    return str(_BUNDLED / model) if model in bundled_models() else model
 
 
 def empty_denoiser(model: str) -> tuple[nn.Module, int]:
-    """The denoiser of a pipeline folder, denoiser folder or hub id, without weights, and pixels per latent."""
+    """The denoiser of a bundled model, a folder or a hub id, without weights, and pixels per latent."""
+    model = _place(model)
     index = _read_json(model, "model_index.json")
     part = next((name for name in _PARTS if index and name in index), None)
     if index and part is None:

@@ -1,0 +1,277 @@
+"""Make one picture with and without merging, from the same seed, and tell what it cost and what it changed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from . import api
+from .adapters.loading import CallDefaults, load_pipeline
+from .config import MergeConfig, TokenMergeError
+from .measure import environment, timed
+from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
+from .quality import compare
+from .tables import table
+
+# Steps of the untimed run that loads kernels, fills caches and, where asked, compiles.
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to make the picture; without a config it is the original."""
+
+    label: str
+    config: MergeConfig | None = None
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture that was made, and how it compares with the original of the same seed."""
+
+    variant: Variant
+    seed: int
+    picture: Image.Image
+    seconds: float
+    tokens: str
+    speed_up: float = 1.0
+    drift: dict[str, float] = field(default_factory=dict)
+    overlay: Image.Image | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "variant": self.variant.label,
+            "config": self.variant.config.to_dict() if self.variant.config else None,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "speed_up": self.speed_up,
+            "tokens": self.tokens,
+            **self.drift,
+        }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw."""
+
+    prompt: str
+    steps: int
+    width: int
+    height: int
+    seeds: tuple[int, ...]
+    guidance: float | None = None
+    defaults: CallDefaults = field(default_factory=CallDefaults)
+
+    def arguments(self, pipe: Any, seed: int, steps: int) -> dict[str, Any]:
+        """The call of the pipeline."""
+        accepted = inspect.signature(pipe.__call__).parameters
+        guidance = {} if self.guidance is None else {self.defaults.guidance_argument: self.guidance}
+        arguments = {**self.defaults.call, **guidance}
+        unknown = sorted(set(arguments) - set(accepted))
+        if unknown:
+            raise TokenMergeError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; leave out --guidance")
+        return {
+            "prompt": self.prompt,
+            "num_inference_steps": steps,
+            "width": self.width,
+            "height": self.height,
+            # On the CPU, so that a seed means the same noise on every machine.
+            "generator": torch.Generator().manual_seed(seed),
+            **arguments,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was made, and where it was written."""
+
+    rows: list[list[Shot]]
+    path: Path
+    environment: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        shots = [shot.to_dict() for row in self.rows for shot in row]
+        return {"picture": str(self.path), "environment": self.environment, "shots": shots}
+
+    def __str__(self) -> str:
+        return f"{report(self.rows)}\n\n{self.path}"
+
+
+def make_picture(
+    prompt: str,
+    model: str,
+    *,
+    preset: str | None = None,
+    changes: dict[str, Any] | None = None,
+    ratios: Sequence[float] | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int = 0,
+    size: str | None = None,
+    number: int = 1,
+    show_destinations: bool = False,
+    out: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    compile_blocks: bool = False,
+) -> Result:
+    """Load a model, make the pictures, write the comparison."""
+    path = Path(out) if out else Path(f"{_slug(prompt)}-{seed}.png")
+    for name, value in (("steps", steps), ("number", number)):
+        if value is not None and value < 1:
+            raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
+    place = _device(device)
+    kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
+    pipe, defaults = load_pipeline(model, kind, place)
+    changes = dict(changes or {})
+    variants = []
+    for ratio in ratios or (changes.pop("ratio", None),):
+        config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
+        variants.append(Variant(f"{config.method} {config.ratio:g}", config))
+    if compile_blocks:
+        api.compile_blocks(pipe)
+    width, height = _size(size, defaults, pipe)
+    seeds = tuple(range(seed, seed + number))
+    request = Request(prompt, steps or defaults.steps, width, height, seeds, guidance, defaults)
+    rows = generate(pipe, request, variants, show_destinations=show_destinations)
+    save_picture(compose(rows, prompt), path)
+    return Result(rows, path, environment(place))
+
+
+def _slug(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+
+
+def _device(name: str | None) -> torch.device:
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name or best)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise TokenMergeError(
+            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); try {best}"
+        ) from error
+    return device
+
+
+def _size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
+    """Width and height: as asked, or the model's own."""
+    if text is None:
+        own: int = pipe.default_sample_size * pipe.vae_scale_factor
+        return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match:
+        raise TokenMergeError(f"size {text!r} is not understood; write width x height, as in 512x384")
+    width, height = int(match[1]), int(match[2])
+    unit = 2 * pipe.vae_scale_factor
+    if min(width, height) < 2 * unit or width % unit or height % unit:
+        raise TokenMergeError(
+            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {2 * unit}"
+        )
+    return width, height
+
+
+def generate(
+    pipe: Any, request: Request, variants: Sequence[Variant], *, show_destinations: bool = False
+) -> list[list[Shot]]:
+    """For every seed, the original and each variant. All variants are warmed up before any is timed."""
+    device = torch.device(pipe._execution_device)
+    every = [Variant("original"), *variants]
+    for variant in every:
+        _draw(pipe, request, variant, request.seeds[0], min(_WARM_UP_STEPS, request.steps), device, "warm-up")
+    rows = []
+    for seed in request.seeds:
+        row: list[Shot] = []
+        for variant in every:
+            picture, seconds = _draw(pipe, request, variant, seed, request.steps, device, variant.label)
+            shot = Shot(variant, seed, picture, seconds, _tokens(pipe))
+            if variant.config is not None:
+                first = row[0]
+                drift = compare(to_tensor(first.picture), to_tensor(picture))
+                overlay = _overlay(pipe, picture) if show_destinations else None
+                shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
+            row.append(shot)
+        rows.append(row)
+    api.remove(pipe)
+    return rows
+
+
+def report(rows: Sequence[Sequence[Shot]]) -> str:
+    """The table a person reads."""
+    header = ["seed", "variant", "seconds", "speed-up", "tokens", "MSE", "PSNR", "SSIM"]
+    lines = []
+    for shot in (shot for row in rows for shot in row):
+        drift = shot.drift
+        values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", f"{drift['ssim']:.3f}"] if drift else ["", "", ""]
+        speed = f"{shot.speed_up:.2f}x" if drift else ""
+        lines.append([str(shot.seed), shot.variant.label, f"{shot.seconds:.2f}", speed, shot.tokens, *values])
+    text = table(header, lines)
+    if any(shot.drift and shot.speed_up < 1 for row in rows for shot in row):
+        text += (
+            "\n\nBelow 1.00x merging cost more than it saved: it pays with more tokens (a larger size) or more work "
+        )
+        text += "per launch (a larger batch, --compile)."
+    return text
+
+
+def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
+    """One picture with everything: originals, merged ones, and where they differ."""
+    panels = []
+    for row in rows:
+        original, *merged = row
+        line = [Panel(original.picture, "original", f"{original.seconds:.2f} s")]
+        for shot in merged:
+            caption = f"{shot.seconds:.2f} s, {shot.speed_up:.2f}x"
+            caption += f"\nPSNR {shot.drift['psnr']:.1f} dB, SSIM {shot.drift['ssim']:.3f}"
+            line.append(Panel(shot.picture, shot.variant.label, caption))
+        for shot in merged:
+            label = "difference" if len(merged) == 1 else f"difference, {shot.variant.label}"
+            line.append(Panel(difference(original.picture, shot.picture), label, f"MSE {shot.drift['mse']:.0f}"))
+        line += [
+            Panel(shot.overlay, f"what merged, {shot.variant.label}", "lines lead to destinations")
+            for shot in merged
+            if shot.overlay is not None
+        ]
+        panels.append(line)
+    return strip(panels, heading=prompt)
+
+
+def _draw(
+    pipe: Any, request: Request, variant: Variant, seed: int, steps: int, device: torch.device, label: str
+) -> tuple[Image.Image, float]:
+    if variant.config is None:
+        api.remove(pipe)
+    else:
+        api.apply(pipe, variant.config)
+    pipe.set_progress_bar_config(desc=f"{label:>12}", leave=False)
+    arguments = request.arguments(pipe, seed, steps)
+    try:
+        result, seconds = timed(lambda: pipe(**arguments), device)
+    except TokenMergeError:
+        raise
+    except ValueError as error:
+        # The pipeline's own checks of its arguments: a size it cannot do, say.
+        raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise TokenMergeError(
+            f"{device} has too little memory for {request.width}x{request.height}; use a smaller --size"
+        ) from error
+    return result.images[0], seconds
+
+
+def _tokens(pipe: Any) -> str:
+    return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
+
+
+def _overlay(pipe: Any, picture: Image.Image) -> Image.Image:
+    """What merged into what at the end, in the group with the most tokens."""
+    group = max(api.token_maps(pipe), key=lambda group: group.grid.count)
+    scale = max(1, round(16 * group.grid.width / picture.width))
+    return overlay_map(picture, group.grid, group.owners, group.regions, scale)

@@ -1,0 +1,59 @@
+"""How far apart two pictures are. Pictures are uint8 [H, W, 3]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import TokenMergeError
+
+_PEAK = 255.0
+# Wang et al. 2004: an 11x11 Gaussian window of deviation 1.5, and these constants.
+_WINDOW, _DEVIATION, _K1, _K2 = 11, 1.5, 0.01, 0.03
+
+
+def compare(reference: Tensor, test: Tensor) -> dict[str, float]:
+    """MSE on the 0-255 scale, PSNR in dB and SSIM of `test` against `reference`."""
+    if reference.shape != test.shape:
+        raise TokenMergeError(
+            f"pictures of {tuple(reference.shape)} and {tuple(test.shape)} cannot be compared; make them the same size"
+        )
+    return {"mse": mse(reference, test), "psnr": psnr(reference, test), "ssim": ssim(reference, test)}
+
+
+def mse(reference: Tensor, test: Tensor) -> float:
+    return F.mse_loss(test.double(), reference.double()).item()
+
+
+def psnr(reference: Tensor, test: Tensor) -> float:
+    """Infinite for equal pictures."""
+    error = mse(reference, test)
+    return 10 * math.log10(_PEAK**2 / error) if error else math.inf
+
+
+def ssim(reference: Tensor, test: Tensor) -> float:
+    """Structural similarity, the mean over places where the window fits, and over channels."""
+    first, second = (picture.double().permute(2, 0, 1)[:, None] for picture in (reference, test))
+    if min(first.shape[-2:]) < _WINDOW:
+        raise TokenMergeError(
+            f"SSIM needs pictures of at least {_WINDOW}x{_WINDOW} pixels, not {tuple(first.shape[-2:])}"
+        )
+    place = torch.arange(_WINDOW, dtype=torch.float64) - _WINDOW // 2
+    line = torch.exp(-(place**2) / (2 * _DEVIATION**2))
+    line /= line.sum()
+    window = (line[:, None] * line)[None, None]
+
+    def blur(values: Tensor) -> Tensor:
+        return F.conv2d(values, window)
+
+    mean_1, mean_2 = blur(first), blur(second)
+    variance_1 = blur(first**2) - mean_1**2
+    variance_2 = blur(second**2) - mean_2**2
+    covariance = blur(first * second) - mean_1 * mean_2
+    small_1, small_2 = (_K1 * _PEAK) ** 2, (_K2 * _PEAK) ** 2
+    likeness = (2 * mean_1 * mean_2 + small_1) * (2 * covariance + small_2)
+    likeness /= (mean_1**2 + mean_2**2 + small_1) * (variance_1 + variance_2 + small_2)
+    return likeness.mean().item()

@@ -1,0 +1,173 @@
+"""`tokenmerge generate` on the bundled models: real pictures, honest figures, and errors of one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import tokenmerge
+from tokenmerge import TokenMergeError, pictures, quality
+from tokenmerge.adapters.loading import bundled_models, load_pipeline
+from tokenmerge.cli import main
+from tokenmerge.grid import TokenGrid
+
+MODELS = Path(tokenmerge.__file__).parent / "models"
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_bundled_files_are_those_that_were_trained() -> None:
+    assert "tiny-flux" in bundled_models()
+    for model in bundled_models():
+        for line in (MODELS / model / "SHA256SUMS").read_text().splitlines():
+            digest, name = line.split("  ")
+            assert hashlib.sha256((MODELS / model / name).read_bytes()).hexdigest() == digest
+
+
+@pytest.mark.parametrize("model", bundled_models())
+@pytest.mark.parametrize("size", [(256, 256), (512, 512), (256, 384)])
+def test_bundled_pipelines_run_merged_at_every_size(model: str, size: tuple[int, int]) -> None:
+    pipe, defaults = load_pipeline(model, torch.float32, torch.device("cpu"))
+    pipe.set_progress_bar_config(disable=True)
+    tokenmerge.apply(pipe, ratio=0.5)
+    image = pipe(
+        "a photo of a sunflower", height=size[0], width=size[1], num_inference_steps=2, **defaults.call
+    ).images[0]
+    assert image.size == (size[1], size[0])
+    counts = {group["tokens"] for group in tokenmerge.summary(pipe).groups}
+    tokens = size[0] * size[1] // 64
+    assert f"{tokens} -> {tokens // 2}" in counts
+
+
+def test_a_picture_and_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "generate",
+        "a photo of a rose",
+        "--steps",
+        "2",
+        "--ratios",
+        "0.25,0.5",
+        "--number",
+        "2",
+        "--seed",
+        "3",
+    ]
+    assert main([*arguments, "--show-destinations", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["picture"] == "a-photo-of-a-rose-3.png"
+    picture = Image.open(tmp_path / result["picture"])
+    assert picture.width > 7 * 320
+    assert [path.name for path in tmp_path.iterdir()] == [result["picture"]]
+    assert [(shot["seed"], shot["variant"]) for shot in result["shots"]] == [
+        (seed, variant) for seed in (3, 4) for variant in ("original", "toma 0.25", "toma 0.5")
+    ]
+    for shot in result["shots"]:
+        assert shot["seconds"] > 0
+        if shot["config"]:
+            assert shot["psnr"] == pytest.approx(10 * torch.log10(torch.tensor(255**2 / shot["mse"])).item(), abs=1e-3)
+    assert result["shots"][1]["mse"] < result["shots"][2]["mse"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "no/such-model"], "bundled name (tiny-flux"),
+        (["--size", "100x100"], "multiples of 8"),
+        (["--size", "large"], "width x height"),
+        (["--steps", "0"], "1 or more"),
+        (["--ratio", "1"], "[0, 1)"),
+        (["--device", "cuda:77"], "cannot be used"),
+        (["--levels", "2"], "only one"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "a rose", *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("tokenmerge: ")
+    assert words in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_writes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenmerge", "generate", "a rose", "--steps", "1000"]
+
+    def heed_interrupts() -> None:
+        # A shell's background jobs, and what they start, are deaf to them.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    ) as process:
+        assert process.stderr is not None
+        printed = ""
+        while "original" not in printed and (character := process.stderr.read(1)):
+            printed += character
+        process.send_signal(signal.SIGINT)
+        printed += process.stderr.read()
+    assert process.returncode == 130
+    assert printed.endswith("tokenmerge: interrupted\n")
+    assert "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (8, 8))
+    with pytest.raises(TokenMergeError, match="cannot be written"):
+        pictures.save_picture(picture, Path("/dev/full/picture.png"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TokenMergeError, match="cannot be written"):
+        pictures.save_picture(picture, tmp_path / "file" / "picture.png")
+    pictures.save_picture(picture, tmp_path / "new" / "picture.png")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["picture.png"]
+
+
+def test_psnr_and_ssim_of_known_pictures() -> None:
+    grey = torch.full((32, 32, 3), 100, dtype=torch.uint8)
+    assert quality.compare(grey, grey) == {"mse": 0.0, "psnr": float("inf"), "ssim": pytest.approx(1.0)}
+    # Of two flat pictures only the means count: (2ab + c) / (a^2 + b^2 + c).
+    other = torch.full((32, 32, 3), 110, dtype=torch.uint8)
+    constant = (0.01 * 255) ** 2
+    expected = (2 * 100 * 110 + constant) / (100**2 + 110**2 + constant)
+    assert quality.compare(grey, other) == {
+        "mse": 100.0,
+        "psnr": pytest.approx(28.1308, abs=1e-4),
+        "ssim": pytest.approx(expected),
+    }
+    with pytest.raises(TokenMergeError, match="same size"):
+        quality.compare(grey, grey[:16])
+
+
+def test_pictures_survive_the_way_through_tensors() -> None:
+    values = torch.randint(256, (5, 7, 3), dtype=torch.uint8)
+    assert torch.equal(pictures.to_tensor(pictures.to_picture(values)), values)
+
+
+def test_equal_pictures_differ_nowhere_and_an_overlay_marks_destinations() -> None:
+    picture = pictures.to_picture(torch.randint(256, (32, 32, 3), dtype=torch.uint8))
+    assert pictures.to_tensor(pictures.difference(picture, picture)).float().mean() < 2
+    overlay = pictures.overlay_map(picture, TokenGrid(2, 2), torch.tensor([0, 0, 3, 3]), torch.zeros(4))
+    assert overlay.getpixel((8, 8)) == (24, 24, 28)
+    assert overlay.getpixel((16, 8)) == (214, 40, 40)
