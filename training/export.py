@@ -106,9 +106,9 @@ def tidy_text_encoder(folder: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """SHA256SUMS over every file of the folder; check with `sha256sum -c SHA256SUMS`."""
+    """SHA256SUMS over every file of the folder but the card; check with `sha256sum -c SHA256SUMS`."""
     sums = folder / "SHA256SUMS"
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != sums)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (sums.name, "README.md"))
     lines = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder).as_posix()}" for path in files
     ]
