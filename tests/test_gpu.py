@@ -40,7 +40,7 @@ def test_merge_and_unmerge_on_the_device_equal_the_cpu(dtype: torch.dtype, unmer
         if unmerge == "pinv":
             spread = reference.pinv_weights(merge, spread)
         merged = reference.merge(here, None, merge)
-        results.append(reference.unmerge(merged, None, spread, residual=here).float().cpu())
+        results.append(reference.unmerge(merged, None, None, spread, residual=here).float().cpu())
     tolerance = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
     torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
 

@@ -47,14 +47,15 @@ POOLED_WIDTH = 8
 
 
 def _seeded(build: Callable[[], nn.Module]) -> Any:
-    """The module with weights that depend on nothing drawn before, and large enough to matter."""
-    with torch.random.fork_rng():
+    """The module with random weights that depend on nothing drawn before."""
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        module = build().eval()
+        # Frozen from the start: loading a LoRA freezes a model, and frozen convolutions round differently.
+        module = build().eval().requires_grad_(False)
         for parameter in module.parameters():
-            # Layers that start at zero (ControlNet's, and some outputs) would hide what passes through them.
-            if parameter.ndim > 1 and not parameter.any():
-                nn.init.normal_(parameter, std=0.1)
+            # Zeros (ControlNet's outputs) and ones (norms) would hide what passes through them.
+            if parameter.min() == parameter.max():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return module
 
 
@@ -71,30 +72,24 @@ def sd_unet(**changes: Any) -> UNet2DConditionModel:
     return _seeded(lambda: UNet2DConditionModel(**{**config, **changes}))
 
 
-_XL_ADDED = {
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 4,
-    "projection_class_embeddings_input_dim": 6 * 4 + POOLED_WIDTH,
-}
-_XL_BLOCKS = {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "block_out_channels": (8, 8, 16),
-    "transformer_layers_per_block": (1, 1, 2),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-    "attention_head_dim": (1, 2, 4),
-    "cross_attention_dim": TEXT_WIDTH,
-    "use_linear_projection": True,
-    **_XL_ADDED,
-}
-
-
 def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
     """SDXL in miniature: no attention on the first level, one layer on the second, two on the third; 11 blocks."""
-    up_blocks = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
-    return _seeded(
-        lambda: UNet2DConditionModel(**{"sample_size": 32, "up_block_types": up_blocks, **_XL_BLOCKS, **changes})
-    )
+    config = {
+        "sample_size": 32,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (8, 8, 16),
+        "transformer_layers_per_block": (1, 1, 2),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": (1, 2, 4),
+        "cross_attention_dim": TEXT_WIDTH,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 6 * 4 + POOLED_WIDTH,
+    }
+    return _seeded(lambda: UNet2DConditionModel(**{**config, **changes}))
 
 
 _SD3_CONFIG = {
@@ -153,91 +148,92 @@ def vae(levels: int, channels: int = 4) -> AutoencoderKL:
     )
 
 
-def unet_controlnet(unet: UNet2DConditionModel) -> ControlNetModel:
-    def load() -> ControlNetModel:
-        scale = 4 if unet.config.addition_embed_type is None else 2
-        return ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4,) * (scale.bit_length()))
-
-    return _seeded(load)
-
-
-def flux_controlnet() -> FluxControlNetModel:
-    return _seeded(lambda: FluxControlNetModel(**{**_FLUX_CONFIG, "num_layers": 1, "num_single_layers": 1}))
+def unet_controlnet(unet: UNet2DConditionModel, latent_scale: int) -> ControlNetModel:
+    # The hint is halved once per channel count after the first, down to the size of the latent.
+    channels = (4,) * latent_scale.bit_length()
+    return _seeded(lambda: ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=channels))
 
 
 def sd3_controlnet() -> SD3ControlNetModel:
     return _seeded(lambda: SD3ControlNetModel(**{**_SD3_CONFIG, "num_layers": 1, "dual_attention_layers": ()}))
 
 
+def flux_controlnet() -> FluxControlNetModel:
+    return _seeded(lambda: FluxControlNetModel(**{**_FLUX_CONFIG, "num_layers": 1, "num_single_layers": 1}))
+
+
 def ddim(**changes: Any) -> DDIMScheduler:
     return DDIMScheduler(**{"beta_schedule": "scaled_linear", "clip_sample": False, "steps_offset": 1, **changes})
 
 
-def _no_text(*names: str) -> dict[str, None]:
-    return dict.fromkeys(names)
-
-
-def _sd(pipeline: type[DiffusionPipeline], unet: dict[str, Any] | None = None, **parts: Any) -> Any:
-    missing = _no_text("text_encoder", "tokenizer", "safety_checker", "feature_extractor", "image_encoder")
-    denoiser = sd_unet(**(unet or {}))
-    if "controlnet" in inspect.signature(pipeline.__init__).parameters:
-        parts["controlnet"] = unet_controlnet(denoiser)
-    return pipeline(
-        vae=vae(3), unet=denoiser, scheduler=ddim(), requires_safety_checker=False, **missing, **parts
+def euler(**changes: Any) -> EulerDiscreteScheduler:
+    return EulerDiscreteScheduler(
+        **{"beta_schedule": "scaled_linear", "steps_offset": 1, "timestep_spacing": "leading", **changes}
     )
 
 
-def _sdxl(pipeline: type[DiffusionPipeline], unet: dict[str, Any] | None = None, **parts: Any) -> Any:
-    missing = _no_text("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-    denoiser = sdxl_unet(**(unet or {}))
-    if "controlnet" in inspect.signature(pipeline.__init__).parameters:
-        parts["controlnet"] = unet_controlnet(denoiser)
-    scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading")
-    return pipeline(vae=vae(2), unet=denoiser, scheduler=scheduler, add_watermarker=False, **(missing | parts))
+def _sd_parts() -> dict[str, Any]:
+    absent = ("text_encoder", "tokenizer", "safety_checker", "feature_extractor", "image_encoder")
+    return {"vae": vae(3), "unet": sd_unet(), "scheduler": ddim(), **dict.fromkeys(absent)}
 
 
-def _sd3(pipeline: type[DiffusionPipeline], **parts: Any) -> Any:
-    missing = _no_text(*(f"{part}{end}" for part in ("text_encoder", "tokenizer") for end in ("", "_2", "_3")))
-    if "controlnet" in inspect.signature(pipeline.__init__).parameters:
-        parts["controlnet"] = sd3_controlnet()
+def _sdxl_parts() -> dict[str, Any]:
+    absent = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    return {"vae": vae(2), "unet": sdxl_unet(), "scheduler": euler(), **dict.fromkeys(absent)}
+
+
+def _sd3_parts() -> dict[str, Any]:
+    absent = [f"{part}{end}" for part in ("text_encoder", "tokenizer") for end in ("", "_2", "_3")]
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return pipeline(vae=vae(2), transformer=sd3_transformer(), scheduler=scheduler, **missing, **parts)
+    return {"vae": vae(2), "transformer": sd3_transformer(), "scheduler": scheduler, **dict.fromkeys(absent)}
 
 
-def _flux(pipeline: type[DiffusionPipeline], **parts: Any) -> Any:
-    missing = _no_text("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-    if "controlnet" in inspect.signature(pipeline.__init__).parameters:
-        parts["controlnet"] = flux_controlnet()
-    return pipeline(
-        vae=vae(2), transformer=flux_transformer(), scheduler=FlowMatchEulerDiscreteScheduler(), **missing, **parts
-    )
+def _flux_parts() -> dict[str, Any]:
+    absent = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    return {"vae": vae(2), "transformer": flux_transformer(), "scheduler": scheduler, **dict.fromkeys(absent)}
 
 
-_BUILDERS: dict[str, tuple[Callable[..., Any], type[DiffusionPipeline]]] = {
-    "sd": (_sd, StableDiffusionPipeline),
-    "sd-img2img": (_sd, StableDiffusionImg2ImgPipeline),
-    "sd-inpaint": (_sd, StableDiffusionInpaintPipeline),
-    "sd-controlnet": (_sd, StableDiffusionControlNetPipeline),
-    "sdxl": (_sdxl, StableDiffusionXLPipeline),
-    "sdxl-img2img": (_sdxl, StableDiffusionXLImg2ImgPipeline),
-    "sdxl-inpaint": (_sdxl, StableDiffusionXLInpaintPipeline),
-    "sdxl-controlnet": (_sdxl, StableDiffusionXLControlNetPipeline),
-    "sd3": (_sd3, StableDiffusion3Pipeline),
-    "sd3-img2img": (_sd3, StableDiffusion3Img2ImgPipeline),
-    "sd3-controlnet": (_sd3, StableDiffusion3ControlNetPipeline),
-    "flux": (_flux, FluxPipeline),
-    "flux-img2img": (_flux, FluxImg2ImgPipeline),
-    "flux-inpaint": (_flux, FluxInpaintPipeline),
-    "flux-controlnet": (_flux, FluxControlNetPipeline),
+_PIPELINES: dict[str, type[DiffusionPipeline]] = {
+    "sd": StableDiffusionPipeline,
+    "sd-img2img": StableDiffusionImg2ImgPipeline,
+    "sd-inpaint": StableDiffusionInpaintPipeline,
+    "sd-controlnet": StableDiffusionControlNetPipeline,
+    "sdxl": StableDiffusionXLPipeline,
+    "sdxl-img2img": StableDiffusionXLImg2ImgPipeline,
+    "sdxl-inpaint": StableDiffusionXLInpaintPipeline,
+    "sdxl-controlnet": StableDiffusionXLControlNetPipeline,
+    "sd3": StableDiffusion3Pipeline,
+    "sd3-img2img": StableDiffusion3Img2ImgPipeline,
+    "sd3-controlnet": StableDiffusion3ControlNetPipeline,
+    "flux": FluxPipeline,
+    "flux-img2img": FluxImg2ImgPipeline,
+    "flux-inpaint": FluxInpaintPipeline,
+    "flux-controlnet": FluxControlNetPipeline,
 }
-KINDS = tuple(_BUILDERS)
-FAMILIES = ("sd", "sdxl", "sd3", "flux")
+_PARTS = {"sd": _sd_parts, "sdxl": _sdxl_parts, "sd3": _sd3_parts, "flux": _flux_parts}
+_CONTROLNETS: dict[str, Callable[[Any], nn.Module]] = {
+    "sd": lambda parts: unet_controlnet(parts["unet"], 4),
+    "sdxl": lambda parts: unet_controlnet(parts["unet"], 2),
+    "sd3": lambda parts: sd3_controlnet(),
+    "flux": lambda parts: flux_controlnet(),
+}
+KINDS = tuple(_PIPELINES)
+FAMILIES = tuple(_PARTS)
 
 
 def build(kind: str, **parts: Any) -> Any:
-    """A pipeline of one of `KINDS`, on the CPU in fp32."""
-    builder, pipeline = _BUILDERS[kind]
-    pipe = builder(pipeline, **parts)
+    """A pipeline of one of `KINDS`, on the CPU in fp32; `parts` replace its own."""
+    pipeline = _PIPELINES[kind]
+    family = kind.partition("-")[0]
+    parts = {**_PARTS[family](), **parts}
+    accepted = inspect.signature(pipeline.__init__).parameters
+    if "controlnet" in accepted:
+        parts.setdefault("controlnet", _CONTROLNETS[family](parts))
+    for name in ("requires_safety_checker", "add_watermarker"):
+        if name in accepted:
+            parts[name] = False
+    pipe = pipeline(**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -253,40 +249,38 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def call_arguments(
     pipe: Any, *, steps: int = 2, seed: int = 0, size: tuple[int, int] = (64, 64), batch: int = 1, guided: bool = True
 ) -> dict[str, Any]:
-    """Arguments of a pipeline call: everything it needs, the same for the same `seed`."""
+    """Arguments of a pipeline call: everything it needs, the same for the same `seed`.
+
+    steps: denoising steps; pipelines with a strength take half of twice as many. guided: classifier-free guidance in
+    one call per step, which Flux does not have.
+    """
     accepted = inspect.signature(pipe.__call__).parameters
-    denoiser = denoiser_of(pipe)
-    flux = type(pipe).__name__.startswith("Flux")
     height, width = size
-    arguments: dict[str, Any] = {
-        "num_inference_steps": steps,
+    guided = guided and "true_cfg_scale" not in accepted
+    dtype = denoiser_of(pipe).dtype
+    text = {"prompt_embeds": noise(batch, TEXT_TOKENS, TEXT_WIDTH, seed=seed + 1, dtype=dtype)}
+    if "pooled_prompt_embeds" in accepted:
+        text["pooled_prompt_embeds"] = noise(batch, POOLED_WIDTH, seed=seed + 2, dtype=dtype)
+    if guided:
+        text |= {f"negative_{name}": -embeds for name, embeds in text.items()}
+    picture = noise(batch, 3, height, width, seed=seed + 3).sigmoid()
+    candidates = {
+        "height": height,
+        "width": width,
+        "guidance_scale": 4.0 if guided else 1.0,
+        "image": picture,
+        "control_image": picture,
+        "mask_image": (noise(batch, 1, height, width, seed=seed + 4) > 0).float(),
+        "strength": 0.5,
+        "controlnet_conditioning_scale": 1.0,
+    }
+    return {
+        "num_inference_steps": 2 * steps if "strength" in accepted else steps,
         "generator": torch.Generator().manual_seed(seed),
         "output_type": "latent",
-        "prompt_embeds": noise(batch, TEXT_TOKENS, TEXT_WIDTH, seed=seed + 1, dtype=denoiser.dtype),
-        # Flux is distilled: its usual call is unguided, and true guidance has a name of its own.
-        "true_cfg_scale" if flux else "guidance_scale": 4.0 if guided and not flux else 1.0,
+        **text,
+        **{name: value for name, value in candidates.items() if name in accepted},
     }
-    if "height" in accepted:
-        arguments |= {"height": height, "width": width}
-    pooled = "pooled_prompt_embeds" in accepted
-    if pooled:
-        arguments["pooled_prompt_embeds"] = noise(batch, POOLED_WIDTH, seed=seed + 2, dtype=denoiser.dtype)
-    if guided and not flux:
-        arguments["negative_prompt_embeds"] = -arguments["prompt_embeds"]
-        if pooled:
-            arguments["negative_pooled_prompt_embeds"] = -arguments["pooled_prompt_embeds"]
-    picture = noise(batch, 3, height, width, seed=seed + 3).sigmoid()
-    for name in ("image", "control_image"):
-        if name in accepted:
-            arguments[name] = picture
-    if "control_guidance_start" in accepted and not flux:
-        arguments["controlnet_conditioning_scale"] = 1.0
-    if "mask_image" in accepted:
-        arguments["mask_image"] = (noise(batch, 1, height, width, seed=seed + 4) > 0).float()
-    if "strength" in accepted:
-        arguments["strength"] = 0.5
-        arguments["num_inference_steps"] = 2 * steps
-    return arguments
 
 
 def draw(pipe: Any, **options: Any) -> Tensor:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .adapters import Family, families, family_of
 from .config import MergeConfig, TokenMergeError, load_preset
+from .grid import TokenGrid
 from .hooks import BlockSite, ComponentSite, Installation, Span
 from .planning import Plan, plan_model
 from .state import MergeState
@@ -69,7 +70,7 @@ def apply(
     which waits for the device at every call.
     A model that has merging already gets the new config instead. If anything is wrong the model is left as it was.
     """
-    denoiser = _denoiser(model)
+    denoiser = denoiser_of(model)
     family = family_of(denoiser)
     config = resolve_config(family, config, preset, options)
     plan_ = plan_model(denoiser, family, config)
@@ -85,7 +86,7 @@ def apply(
         _install(denoiser, family, plan_, state, installation)
     except BaseException:
         installation.uninstall()
-        state.forget_scheduler()
+        state.close()
         raise
     setattr(denoiser, _RECORD, _Applied(plan_, state, installation))
     return model
@@ -93,11 +94,11 @@ def apply(
 
 def remove(model: Model) -> Model:
     """Take merging off a pipeline or denoiser, which is then exactly as before `apply`. Safe to call twice."""
-    denoiser = _denoiser(model)
+    denoiser = denoiser_of(model)
     record = vars(denoiser).get(_RECORD)
     if record is not None:
         record.installation.uninstall()
-        record.state.forget_scheduler()
+        record.state.close()
         delattr(denoiser, _RECORD)
     return model
 
@@ -105,7 +106,7 @@ def remove(model: Model) -> Model:
 @contextmanager
 def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> Iterator[Model]:
     """Merge inside a `with` block; afterwards the model has what it had before, be it merging or none."""
-    before = vars(_denoiser(model)).get(_RECORD)
+    before = vars(denoiser_of(model)).get(_RECORD)
     apply(model, config, **options)
     try:
         yield model
@@ -127,7 +128,7 @@ def plan(
     **options: Any,
 ) -> Plan:
     """What `apply` would do at `height` x `width` pixels, without doing it. The model may be on the meta device."""
-    denoiser = _denoiser(model)
+    denoiser = denoiser_of(model)
     family = family_of(denoiser)
     config = resolve_config(family, config, preset, options)
     scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
@@ -138,7 +139,7 @@ def plan(
 
 def summary(model: Any) -> Summary:
     """What is merged in a pipeline or denoiser, and how often selection and weights have run."""
-    record = vars(_denoiser(model)).get(_RECORD)
+    record = vars(denoiser_of(model)).get(_RECORD)
     if record is None:
         return Summary(None)
     groups = []
@@ -159,9 +160,46 @@ def summary(model: Any) -> Summary:
     return Summary(record.plan, tuple(groups))
 
 
+@dataclass(frozen=True)
+class TokenMap:
+    """What merged into what in one group, for the first sample of the last call."""
+
+    group: str
+    grid: TokenGrid
+    owners: Tensor  # [N] the destination that a token merges into most, as a token index
+    regions: Tensor  # [N] the number of a token's region
+
+
+def token_maps(model: Any) -> list[TokenMap]:
+    """The maps of a model that has run with merging, one for each group; reference images are left out."""
+    record = vars(denoiser_of(model)).get(_RECORD)
+    maps = []
+    for group in record.state.groups if record is not None else ():
+        if group.partition is None or group.slot is None:
+            continue
+        grid, layout = group.grids[0], group.partition.layout
+        places = group.partition.order if group.partition.order is not None else torch.arange(layout.tokens)
+        regions = torch.empty(layout.tokens, dtype=torch.int64)
+        regions[places.cpu()] = torch.arange(layout.tokens) // layout.select_size
+        maps.append(TokenMap(group.name, grid, group.slot.map.owners()[: grid.count].cpu(), regions[: grid.count]))
+    return maps
+
+
 def supported_models() -> tuple[str, ...]:
     """Class names of the denoisers that `apply` takes, by themselves or inside a pipeline."""
     return tuple(family.denoiser.__name__ for family in families())
+
+
+def config_for(model: Any, preset: str | None = None, **options: Any) -> MergeConfig:
+    """The config that `apply` would use for a model."""
+    return resolve_config(family_of(denoiser_of(model)), None, preset, options)
+
+
+def compile_blocks(model: Any) -> None:
+    """Compile the transformer blocks of a pipeline or denoiser, each by itself (regional compilation)."""
+    denoiser = denoiser_of(model)
+    for block in family_of(denoiser).blocks(denoiser):
+        block.module.compile(fullgraph=True)
 
 
 def resolve_config(
@@ -183,28 +221,38 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             groups[site.group] = state.add_group(site.group, site.block.level, shared=family.shared)
         group = groups[site.group]
         if site.part is not None:
-            for name in dict.fromkeys((site.part.entry, site.part.leave or site.part.entry)):
-                c = ComponentSite(site.name, state, group, site.part.ports, enters=name == site.part.entry, leaves=name == (site.part.leave or site.part.entry))
-                installation.add_component(c, site.block.module.get_submodule(name))
+            entry, leave = site.part.entry, site.part.leave or site.part.entry
+            for name in dict.fromkeys((entry, leave)):
+                part = ComponentSite(site.name, state, group, site.part.ports, first=name == entry, last=name == leave)
+                installation.add(part, site.block.module, name)
         else:
             span = Span() if site.first else span
-            block = BlockSite(site.name, state, group, site.block.kind.ports, span, first=site.first, last=site.last)
-            installation.add_block(block, site.block.module)
-    config, first_block = plan_.config, plan_.merged_sites[0].block.module
-    state.at_image_start = installation.check
+            ports = site.block.kind.ports
+            block = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
+            installation.add(block, site.block.module)
+    state.at_image_start = installation.follow
+    installation.observe_calls(denoiser, _Observer(state, family, plan_.merged_sites[0].block.module))
 
+
+class _Observer:
+    """Sees every call of the denoiser first: refuses what merging cannot serve, and tells the state of the rest."""
+
+    def __init__(self, state: MergeState, family: Family, first_block: nn.Module) -> None:
+        self._state = state
+        self._family = family
+        self._first_block = first_block
+
+    # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
-    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        family.refuse(config, args, kwargs)
-        _check_denoiser(module, first_block)
-        state.enter(family.read(module, args, kwargs))
-
-    installation.observe_calls(denoiser, observe)
+    def __call__(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._family.refuse(self._state.config, args, kwargs)
+        _check_denoiser(denoiser, self._first_block, self._state.config)
+        self._state.enter(self._family.read(denoiser, args, kwargs))
 
 
 def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, scheduler: Any) -> None:
     """Refuse what would not work, before anything is touched."""
-    if getattr(denoiser, "_cache_config", None) is not None and _RECORD not in vars(denoiser):
+    if getattr(denoiser, "_cache_config", None) is not None:
         raise TokenMergeError(
             f"{type(denoiser._cache_config).__name__} is enabled already; a cache must come after merging: "
             "call disable_cache(), apply, then enable_cache(...)"
@@ -216,10 +264,10 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
         )
     blocks = family.blocks(denoiser)
     if blocks:
-        _check_denoiser(denoiser, blocks[0].module)
+        _check_denoiser(denoiser, blocks[0].module, config)
 
 
-def _check_denoiser(denoiser: nn.Module, block: nn.Module) -> None:
+def _check_denoiser(denoiser: nn.Module, block: nn.Module, config: MergeConfig) -> None:
     """Refuse settings of the model that can change between calls."""
     if getattr(block, "_chunk_size", None) is not None:
         raise TokenMergeError(
@@ -232,9 +280,14 @@ def _check_denoiser(denoiser: nn.Module, block: nn.Module) -> None:
             f"{type(cache).__name__} stores tensors inside of blocks, where tokens are merged; "
             f"use {' or '.join(_OUTER_CACHES)}, call disable_cache(), or remove merging"
         )
+    if cache is not None and config.sites == "span":
+        raise TokenMergeError(
+            f"{type(cache).__name__} compares tokens between blocks, where a span has merged ones; use sites='block', "
+            "or call disable_cache()"
+        )
 
 
-def _denoiser(model: Any) -> nn.Module:
+def denoiser_of(model: Any) -> nn.Module:
     """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
     module = model
     if not isinstance(model, nn.Module):

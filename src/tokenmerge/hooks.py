@@ -1,13 +1,19 @@
 """Sites: places where tokens are merged and later unmerged. The only file that touches a module.
 
-A component site is a pair of native hooks; it sees normed tokens before, and its output goes to the residual add after:
-the paper's form. A block site wraps the forward of one block, or of a span of blocks, and unmerges only the change the
-block made, so that the residual stream stays exact. No forward is copied and no module replaced.
+A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
+the paper's form. A block site merges what enters one block, or a span of blocks, and unmerges only the change the block
+made, so that the residual stream stays exact. No forward is copied and no module replaced: a site takes the place of a
+module's forward and calls the original.
+
+Compiled code notices a forward that was replaced, but not a hook that was added: with native hooks, `apply` after a
+compiled run would be ignored in silence. Compiled code tells callables apart by identity, but bound methods by their
+function: as bound methods, the sites of all blocks of a class share one graph.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +67,24 @@ class Ports:
         return tuple(pairs.get(place, value) for place, value in enumerate(output))
 
 
-class _Site:
+class Site:
     """What both kinds of site share: the group's maps, and how to put merged tokens into a call."""
 
-    def __init__(self, name: str, state: MergeState, group: MergeGroup, ports: Ports) -> None:
+    original: Callable[..., Any]  # the forward it stands in for
+
+    def __init__(
+        self, name: str, state: MergeState, group: MergeGroup, ports: Ports, *, first: bool = True, last: bool = True
+    ) -> None:
         self.name = name
         self.state = state
         self.group = group
         self.ports = ports
+        self.first = first  # of the modules that a site runs through: merges
+        self.last = last  # unmerges
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the forward of a module, and calls `original`."""
+        raise NotImplementedError
 
     @property
     def slot(self) -> Slot:
@@ -93,7 +109,7 @@ class _Site:
                 "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
             )
         image = tokens[:, text:] if text else tokens
-        refresh(image.detach(), tables, self.state.thread, self.group.handle, slot.map.tensors, slot.rotary)
+        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
         merged = slot.map.merge(image)
         return torch.cat([tokens[:, :text], merged], dim=1) if text else merged
 
@@ -115,33 +131,18 @@ class _Site:
         return self.ports.rotary.write(args, kwargs, tuple(self.slot.rotary))
 
 
-class ComponentSite(_Site):
-    """Merges what enters one submodule and unmerges what leaves it, or another one."""
-
-    def __init__(
-        self,
-        name: str,
-        state: MergeState,
-        group: MergeGroup,
-        ports: Ports,
-        *,
-        enters: bool = True,
-        leaves: bool = True,
-    ) -> None:
-        super().__init__(name, state, group, ports)
-        self.enters = enters
-        self.leaves = leaves
-        self.original: Callable[..., Any] = _not_installed
+class ComponentSite(Site):
+    """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is."""
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell.
         if self.idle or kwargs.get("ip_adapter_masks") is not None:
             return self.original(*args, **kwargs)
-        if self.enters:
+        if self.first:
             merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
             args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
         output = self.original(*args, **kwargs)
-        if not self.leaves:
+        if not self.last:
             return output
         return self.ports.replaced(output, [self.unmerge(tokens) for tokens in self.ports.outgoing(output)])
 
@@ -152,107 +153,118 @@ class Span:
     entered: tuple[Tensor, Tensor] | None = None
 
 
-class BlockSite(_Site):
-    """One block of a span of one or more. The first merges, the last unmerges the change, all run on merged tokens."""
+class BlockSite(Site):
+    """One block of a span of one or more. All run on merged tokens; of what leaves the last, the change is unmerged."""
 
-    def __init__(
-        self,
-        name: str,
-        state: MergeState,
-        group: MergeGroup,
-        ports: Ports,
-        span: Span,
-        *,
-        first: bool = True,
-        last: bool = True,
-    ) -> None:
-        super().__init__(name, state, group, ports)
+    def __init__(self, *arguments: Any, span: Span, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.span = span
-        self.first = first
-        self.last = last
-        self.original: Callable[..., Any] = _not_installed
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self.idle:
+            return self.original(*args, **kwargs)
+        entered = None
+        if self.first:
+            tokens = self.ports.tokens.read(args, kwargs)
+            merged = self.merge(tokens, self.tables(args, kwargs))
+            entered = (tokens, merged)
+            args, kwargs = self.ports.tokens.write(args, kwargs, merged)
+        args, kwargs = self.with_rotary(args, kwargs)
+        output = self.original(*args, **kwargs)
+        if not self.last:
+            if entered is not None:
+                self.span.entered = entered
+            return output
+        if entered is None:
+            entered = self.span.entered
+            self.span.entered = None
+        if entered is None:
+            raise TokenMergeError(
+                f"{self.name!r} ends a span whose first block did not run; skipped layers need sites='block'"
+            )
+        tokens, merged = entered
+        (left,) = self.ports.outgoing(output)
+        return self.ports.replaced(output, [self.slot.map.unmerge(left - merged, residual=tokens)])
 
 
-def _not_installed(*args: Any, **kwargs: Any) -> Any:
-    raise TokenMergeError("this site is not installed; call apply first")
+class _Placed:
+    """A site in the place of the forward of one submodule of a block."""
 
+    def __init__(self, site: Site, block: nn.Module, path: str) -> None:
+        self.site = site
+        self._block = block
+        self._path = path
+        self._place()
 
-def _run_block(site: BlockSite, /, *args: Any, **kwargs: Any) -> Any:
-    if site.idle:
-        return site.original(*args, **kwargs)
-    entered = None
-    if site.first:
-        tokens = site.ports.tokens.read(args, kwargs)
-        merged = site.merge(tokens, site.tables(args, kwargs))
-        entered = (tokens, merged)
-        args, kwargs = site.ports.tokens.write(args, kwargs, merged)
-    args, kwargs = site.with_rotary(args, kwargs)
-    output = site.original(*args, **kwargs)
-    if not site.last:
-        if entered is not None:
-            site.span.entered = entered
-        return output
-    if entered is None:
-        entered = site.span.entered
-        site.span.entered = None
-    if entered is None:
-        raise TokenMergeError(
-            f"{site.name!r} ends a span whose first block did not run; skipped layers need sites='block'"
-        )
-    tokens, merged = entered
-    (left,) = site.ports.outgoing(output)
-    return site.ports.replaced(output, [site.slot.map.unmerge(left - merged, residual=tokens)])
+    def _place(self) -> None:
+        self._module = self._block.get_submodule(self._path)
+        self._before = vars(self._module).get("forward")
+        self.site.original = self._module.forward
+        run = _copied(type(self.site).run, f"run_{type(self._module).__name__}")
+        self._forward = types.MethodType(run, self.site)
+        self._module.forward = self._forward
+
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        return [(holder, key) for holder, key in _forward_holders(self._module) if holder.get(key) is self._forward]
+
+    def follow(self) -> None:
+        """Take the place again if others have undone it: LoRA replaces linear layers, and whoever removes hooks of
+        theirs restores an older forward. Merging must not stop in silence."""
+        replaced = self._block.get_submodule(self._path) is not self._module
+        if replaced or not (self._places() or self._is_wrapped()):
+            self.undo()
+            self._place()
+
+    def _is_wrapped(self) -> bool:
+        """Whether a forward of somebody else's still leads here."""
+        forward = vars(self._module).get("forward")
+        while forward is not None and forward is not self._forward:
+            forward = getattr(forward, "__wrapped__", None)
+        return forward is not None
+
+    def undo(self) -> None:
+        for holder, key in self._places():
+            if self._before is None and holder is vars(self._module) and key == "forward":
+                del holder[key]
+            else:
+                holder[key] = self.site.original
 
 
 class Installation:
     """What `apply` put on a model, and how to take exactly that off again."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-        self._wrapped: list[tuple[str, nn.Module, Callable[..., Any]]] = []
+        self._placed: list[_Placed] = []
+        self._stop_observing: Callable[[], None] | None = None
 
     def observe_calls(self, denoiser: nn.Module, observer: Callable[..., None]) -> None:
         """Call `observer(module, args, kwargs)` before every forward of the denoiser."""
         # A native hook: one of diffusers' on the root would vanish under model offload.
-        self._undo.append(denoiser.register_forward_pre_hook(observer, with_kwargs=True).remove)
+        self._stop_observing = denoiser.register_forward_pre_hook(observer, with_kwargs=True).remove
 
-    def add_component(self, site: ComponentSite, module: nn.Module) -> None:
-        self._wrap(site, module, site.run)
+    def add(self, site: Site, block: nn.Module, path: str = "") -> None:
+        """Put `site` in the place of the forward of the block, or of the submodule at `path` in it."""
+        self._placed.append(_Placed(site, block, path))
 
-    def add_block(self, site: BlockSite, block: nn.Module) -> None:
-        self._wrap(site, block, functools.update_wrapper(functools.partial(_run_block, site), block.forward))
-
-    def _wrap(self, site: Any, block: nn.Module, wrapper: Any) -> None:
-        before = vars(block).get("forward")
-        site.original = block.forward
-        block.forward = wrapper
-        self._wrapped.append((site.name, block, wrapper))
-
-        def undo() -> None:
-            for holder, key in _forward_holders(block):
-                if holder.get(key) is not wrapper:
-                    continue
-                if key == "forward" and holder is vars(block) and before is None:
-                    del holder[key]
-                else:
-                    holder[key] = site.original
-
-        self._undo.append(undo)
-
-    def check(self) -> None:
-        """Raise if something else has taken our wrapper off a block: merging must not stop in silence."""
-        for name, block, wrapper in self._wrapped:
-            if all(holder.get(key) is not wrapper for holder, key in _forward_holders(block)):
-                raise TokenMergeError(
-                    f"merging was taken off {name!r} by whatever restored its forward (removing offload hooks, say); "
-                    "call apply again after such changes"
-                )
+    def follow(self) -> None:
+        """Keep up with what others have done to the model."""
+        for placed in self._placed:
+            placed.follow()
 
     def uninstall(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self._wrapped.clear()
+        if self._stop_observing is not None:
+            self._stop_observing()
+            self._stop_observing = None
+        for placed in reversed(self._placed):
+            placed.undo()
+        self._placed.clear()
+
+
+@functools.cache
+def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
+    """The same function of another name. The compiler allows each function few graphs, and classes of blocks must not
+    take them from each other."""
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:

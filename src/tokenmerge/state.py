@@ -1,14 +1,13 @@
 """MergeState: the only thing that remembers: where the denoising loop stands, and each group's maps.
 
-Compiled code must not see any of this, or it would be compiled again at every step. So two opaque operators stand
-between the two worlds: `observe` tells the state about a denoiser call, and `refresh` brings a group's tensors up to
-date in place. Traced code only ever reads those tensors, and the mode of the step: merged or full.
+Compiled code must not see any of this, or it would be compiled again at every step. So denoiser calls are observed
+outside of it, and inside an opaque operator, `refresh`, brings a group's tensors up to date in place. Traced code only
+ever reads those tensors, and the mode of the step: merged or full.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -162,23 +161,17 @@ class MergeGroup:
     def enter(self, call: DenoiserCall) -> None:
         """Point `slot` at the tensors for the size of this call."""
         height, width = grid_at_level(call, self.level)
-        # Plain integers: a map belongs to one size, also where the compiler would rather keep sizes symbolic.
-        batch, tokens = operator.index(call.batch), operator.index(height * width if height else call.tokens)
-        key = (batch, tokens, operator.index(call.text_tokens), call.dtype, call.device)
-        self._allocate(*key, call.rotary_width)
+        key = (call.batch, height * width if height else call.tokens, call.text_tokens, call.dtype, call.device)
+        if key not in self._slots:
+            while len(self._slots) >= _MAX_SIZES:
+                del self._slots[next(iter(self._slots))]
+                self._histories.clear()
+            self._slots[key] = self._allocate(*key, call.rotary_width)
         self.slot = self._slots[key]
 
-    # While a whole compiled model is traced this runs for real, so that its graph finds the tensors as inputs.
-    @torch.compiler.assume_constant_result
     def _allocate(
         self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
-    ) -> bool:
-        key = (batch, tokens, text, dtype, device)
-        if key in self._slots:
-            return False
-        while len(self._slots) >= _MAX_SIZES:
-            del self._slots[next(iter(self._slots))]
-            self._histories.clear()
+    ) -> Slot:
         ops, self.backend = backend_for(self._config.backend, device)
         layout = layout_for(tokens, self._config)
         ordered = self._config.merge_in.kind == "tile"
@@ -189,8 +182,7 @@ class MergeGroup:
             )
             tables = 2 if rotary_width else 0
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
-        self._slots[key] = Slot(merge_map, rotary)
-        return True
+        return Slot(merge_map, rotary)
 
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
@@ -263,9 +255,6 @@ class MergeState:
         self.groups: list[MergeGroup] = []
         self.mode = "merged"
         self.at_image_start: Callable[[], None] = lambda: None
-        self.handle = _register(self)
-        # Threads the order observe -> refresh through compiled graphs, which know nothing of the state.
-        self.thread = torch.zeros((), dtype=torch.int64)
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
         self._watched: Callable[[], Any] = lambda: None
@@ -280,13 +269,7 @@ class MergeState:
         return group
 
     def enter(self, call: DenoiserCall) -> None:
-        """At the start of a denoiser call, traced or not: move the clock and lay out tensors of the right size."""
-        observe(call.timestep, call.ids, self.handle, self.thread, call.height, call.width, call.tokens)
-        for group in self.groups:
-            group.enter(call)
-
-    def observe(self, call: DenoiserCall) -> None:
-        """The eager part of `enter`: which step this is, and which grids the tokens form."""
+        """At the start of a denoiser call: learn the step and the grids, and lay out tensors of their size."""
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
@@ -303,19 +286,25 @@ class MergeState:
             # Reading ids waits for the device, so only once per image.
             elif self.clock.now[1:] == (0, 0) or sum(grid.count for grid in group.grids) != call.tokens:
                 group.grids = grids_of_ids(call.ids)
+            group.enter(call)
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
         scheduler = self._scheduler()
         if scheduler is self._watched():
             return
-        self.forget_scheduler()
+        self._forget_scheduler()
         self._watched = weakref.ref(scheduler) if scheduler is not None else lambda: None
         if scheduler is not None:
             self._stop_watching = watch(scheduler, self)
             self.timesteps_set(scheduler)
 
-    def forget_scheduler(self) -> None:
+    def close(self) -> None:
+        """Merge no more, also where somebody has kept the forward of a site."""
+        self._forget_scheduler()
+        self.mode = "full"
+
+    def _forget_scheduler(self) -> None:
         if self._stop_watching is not None:
             self._stop_watching()
             self._stop_watching = None
@@ -362,42 +351,22 @@ def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:
     return tuple(grids)
 
 
-# Operators take tensors only, so states and groups are found by number.
+# Operators take tensors only, so groups are found by number.
 _numbers = itertools.count()
-_registered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[int, MergeGroup] = weakref.WeakValueDictionary()
 
 
-def _register(owner: Any) -> Tensor:
+def _register(group: MergeGroup) -> Tensor:
     number = next(_numbers)
-    _registered[number] = owner
+    _groups[number] = group
     return torch.tensor(number)
 
 
-@torch.library.custom_op("tokenmerge::observe", mutates_args=("thread",))
-def observe(
-    timestep: Tensor, ids: Tensor | None, state: Tensor, thread: Tensor, height: int, width: int, tokens: int
-) -> None:
-    call = DenoiserCall(0, timestep.dtype, timestep.device, timestep, height, width, tokens, ids)
-    _registered[int(state)].observe(call)
-    thread.add_(1)
-
-
-@observe.register_fake
-def _(
-    timestep: Tensor, ids: Tensor | None, state: Tensor, thread: Tensor, height: int, width: int, tokens: int
-) -> None:
-    return None
-
-
 @torch.library.custom_op("tokenmerge::refresh", mutates_args=("tensors", "rotary"))
-def refresh(
-    tokens: Tensor, tables: list[Tensor], thread: Tensor, group: Tensor, tensors: list[Tensor], rotary: list[Tensor]
-) -> None:
-    _registered[int(group)].refresh(tokens, tables, tensors, rotary)
+def refresh(tokens: Tensor, tables: list[Tensor], group: Tensor, tensors: list[Tensor], rotary: list[Tensor]) -> None:
+    _groups[int(group)].refresh(tokens, tables, tensors, rotary)
 
 
 @refresh.register_fake
-def _(
-    tokens: Tensor, tables: list[Tensor], thread: Tensor, group: Tensor, tensors: list[Tensor], rotary: list[Tensor]
-) -> None:
+def _(tokens: Tensor, tables: list[Tensor], group: Tensor, tensors: list[Tensor], rotary: list[Tensor]) -> None:
     return None

@@ -1,0 +1,310 @@
+"""Merged pipelines equal a second, plain implementation of ToMA: loops over samples and regions, blocks written out.
+
+Nothing here uses the package's operations. Forwards of blocks are replaced by the formulas of this file, in a pipeline
+of its own, and images are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tokenmerge
+
+SIDE = 4  # regions are SIDE x SIDE tiles
+
+
+class Tie(Exception):
+    """Rounding would decide the selection, and a comparison would mean nothing."""
+
+
+def plain_similarity(first: np.ndarray, second: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "dot":
+        return first @ second.T / np.sqrt(first.shape[-1])
+    return (first / np.linalg.norm(first, axis=1, keepdims=True)) @ (
+        second / np.linalg.norm(second, axis=1, keepdims=True)
+    ).T
+
+
+def plain_selection(similarities: list[np.ndarray], count: int) -> list[int]:
+    """Greedy facility location over candidates that all samples share, for the sum of the samples' gains."""
+    size = similarities[0].shape[0]
+    covered = [None] * len(similarities)
+    chosen: list[int] = []
+    for _ in range(count):
+        gains = np.full(size, -np.inf)
+        for candidate in range(size):
+            if candidate in chosen:
+                continue
+            gains[candidate] = sum(
+                similarity[:, candidate].sum()
+                if cover is None
+                else np.maximum(similarity[:, candidate] - cover, 0).sum()
+                for similarity, cover in zip(similarities, covered, strict=True)
+            )
+        # Candidates that gain exactly nothing tie exactly, and the lowest index wins; rounding decides any other tie.
+        second, best = np.sort(gains)[-2:]
+        if best != 0 and best - second < 1e-5:
+            raise Tie
+        pick = int(gains.argmax())
+        chosen.append(pick)
+        covered = [
+            similarity[:, pick] if cover is None else np.maximum(cover, similarity[:, pick])
+            for similarity, cover in zip(similarities, covered, strict=True)
+        ]
+    return chosen
+
+
+class PlainMap:
+    """Destinations and weights for every sample and tile of tokens [B, N, C] on a square grid."""
+
+    def __init__(self, tokens: Tensor, ratio: float, similarity: str, temperature: float, shared: bool) -> None:
+        batch, count, _ = tokens.shape
+        side = int(count**0.5)
+        self.tiles = [
+            [row * side + column for row in range(top, top + SIDE) for column in range(left, left + SIDE)]
+            for top in range(0, side, SIDE)
+            for left in range(0, side, SIDE)
+        ]
+        keep = round(SIDE * SIDE * (1 - ratio))
+        numbers = tokens.detach().double().numpy()
+        self.spread: list[list[Tensor]] = [[] for _ in range(batch)]  # per sample and tile: [k, n], columns sum to 1
+        self.destinations: list[list[int]] = [[] for _ in range(batch)]
+        for tile in self.tiles:
+            pairs = [plain_similarity(sample[tile], sample[tile], similarity) for sample in numbers]
+            together = plain_selection(pairs, keep) if shared else None
+            for sample in range(batch):
+                chosen = together or plain_selection([pairs[sample]], keep)
+                logits = pairs[sample][chosen] / temperature
+                exponentials = np.exp(logits - logits.max(axis=0))
+                self.spread[sample].append(torch.tensor(exponentials / exponentials.sum(axis=0)).float())
+                self.destinations[sample] += [tile[place] for place in chosen]
+
+    def merge(self, tokens: Tensor) -> Tensor:
+        samples = []
+        for sample, spread in zip(tokens, self.spread, strict=True):
+            means = [
+                weights / weights.sum(dim=1, keepdim=True) @ sample[tile]
+                for tile, weights in zip(self.tiles, spread, strict=True)
+            ]
+            samples.append(torch.cat(means))
+        return torch.stack(samples)
+
+    def unmerge(self, merged: Tensor) -> Tensor:
+        keep = self.spread[0][0].shape[0]
+        result = torch.zeros(merged.shape[0], sum(map(len, self.tiles)), merged.shape[2])
+        for sample, spread in enumerate(self.spread):
+            for number, (tile, weights) in enumerate(zip(self.tiles, spread, strict=True)):
+                result[sample, tile] = weights.T @ merged[sample, number * keep : (number + 1) * keep]
+        return result
+
+    def rotary(self, tables: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, ...]:
+        rows = [*range(text), *(text + place for place in self.destinations[0])]
+        return tuple(table[rows] for table in tables)
+
+
+class PlainMaps:
+    """One map per group and image: two steps are fewer than every refresh interval."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.maps: dict[Any, PlainMap] = {}
+
+    def of(self, group: Any, tokens: Tensor) -> PlainMap:
+        if group not in self.maps:
+            self.maps[group] = PlainMap(tokens, **self.options)
+        return self.maps[group]
+
+
+Forward = Callable[..., Any]
+
+
+def unet_component(block: nn.Module, maps: PlainMaps) -> Forward:
+    """BasicTransformerBlock with every component merged by itself; a group is a level, told by its token count."""
+
+    def forward(tokens: Tensor, encoder_hidden_states: Tensor, **_: Any) -> Tensor:
+        normed = block.norm1(tokens)
+        here = maps.of(tokens.shape[1], normed)
+        tokens = tokens + here.unmerge(block.attn1(here.merge(normed)))
+        normed = block.norm2(tokens)
+        tokens = tokens + here.unmerge(block.attn2(here.merge(normed), encoder_hidden_states=encoder_hidden_states))
+        normed = block.norm3(tokens)
+        return tokens + here.unmerge(block.ff(here.merge(normed)))
+
+    return forward
+
+
+def sd3_component(block: nn.Module, maps: PlainMaps) -> Forward:
+    """JointTransformerBlock, with or without its second attention, with or without a text output."""
+
+    def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, **_: Any) -> Any:
+        tokens, text = hidden_states, encoder_hidden_states
+        if block.use_dual_attention:
+            normed, gate, shift, scale, gate_mlp, normed_2, gate_2 = block.norm1(tokens, emb=temb)
+        else:
+            normed, gate, shift, scale, gate_mlp = block.norm1(tokens, emb=temb)
+        if block.context_pre_only:
+            normed_text = block.norm1_context(text, temb)
+        else:
+            normed_text, text_gate, text_shift, text_scale, text_gate_mlp = block.norm1_context(text, emb=temb)
+        here = maps.of("joint", normed)
+        attended, attended_text = block.attn(hidden_states=here.merge(normed), encoder_hidden_states=normed_text)
+        tokens = tokens + gate[:, None] * here.unmerge(attended)
+        if block.use_dual_attention:
+            tokens = tokens + gate_2[:, None] * here.unmerge(block.attn2(hidden_states=here.merge(normed_2)))
+        normed = block.norm2(tokens) * (1 + scale[:, None]) + shift[:, None]
+        tokens = tokens + gate_mlp[:, None] * here.unmerge(block.ff(here.merge(normed)))
+        if block.context_pre_only:
+            return None, tokens
+        text = text + text_gate[:, None] * attended_text
+        normed_text = block.norm2_context(text) * (1 + text_scale[:, None]) + text_shift[:, None]
+        return text + text_gate_mlp[:, None] * block.ff_context(normed_text), tokens
+
+    return forward
+
+
+def flux_component(block: nn.Module, maps: PlainMaps) -> Forward:
+    def joint(
+        hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any, **_: Any
+    ) -> Any:
+        tokens, text = hidden_states, encoder_hidden_states
+        normed, gate, shift, scale, gate_mlp = block.norm1(tokens, emb=temb)
+        normed_text, text_gate, text_shift, text_scale, text_gate_mlp = block.norm1_context(text, emb=temb)
+        here = maps.of("joint", normed)
+        attended, attended_text = block.attn(
+            hidden_states=here.merge(normed),
+            encoder_hidden_states=normed_text,
+            image_rotary_emb=here.rotary(image_rotary_emb, text.shape[1]),
+        )
+        tokens = tokens + gate[:, None] * here.unmerge(attended)
+        normed = block.norm2(tokens) * (1 + scale[:, None]) + shift[:, None]
+        tokens = tokens + gate_mlp[:, None] * here.unmerge(block.ff(here.merge(normed)))
+        text = text + text_gate[:, None] * attended_text
+        normed_text = block.norm2_context(text) * (1 + text_scale[:, None]) + text_shift[:, None]
+        return text + text_gate_mlp[:, None] * block.ff_context(normed_text), tokens
+
+    def single(
+        hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any, **_: Any
+    ) -> Any:
+        length = encoder_hidden_states.shape[1]
+        sequence = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        normed, gate = block.norm(sequence, emb=temb)
+        here = maps.of("single", normed[:, length:])
+        merged = torch.cat([normed[:, :length], here.merge(normed[:, length:])], dim=1)
+
+        def unmerge(output: Tensor) -> Tensor:
+            return torch.cat([output[:, :length], here.unmerge(output[:, length:])], dim=1)
+
+        mlp = unmerge(block.act_mlp(block.proj_mlp(merged)))
+        attended = unmerge(block.attn(hidden_states=merged, image_rotary_emb=here.rotary(image_rotary_emb, length)))
+        sequence = sequence + gate[:, None] * block.proj_out(torch.cat([attended, mlp], dim=2))
+        return sequence[:, :length], sequence[:, length:]
+
+    return single if hasattr(block, "proj_mlp") else joint
+
+
+COMPONENT = {"sd": unet_component, "sdxl": unet_component, "sd3": sd3_component, "flux": flux_component}
+
+
+def merge_span(blocks: list[nn.Module], maps: PlainMaps, group: Callable[[nn.Module, Tensor], Any]) -> None:
+    """Consecutive blocks on merged tokens: the first merges, all gather rotary tables, the last unmerges the change."""
+    kept: dict[str, Any] = {}
+
+    def merged_forward(block: nn.Module) -> Forward:
+        original = block.forward
+
+        def forward(hidden_states: Tensor, **others: Any) -> Any:
+            if block is blocks[0]:
+                kept["map"] = maps.of(group(block, hidden_states), hidden_states)
+                kept["whole"], kept["merged"] = hidden_states, kept["map"].merge(hidden_states)
+                hidden_states = kept["merged"]
+            if "image_rotary_emb" in others:
+                length = others["encoder_hidden_states"].shape[1]
+                others["image_rotary_emb"] = kept["map"].rotary(others["image_rotary_emb"], length)
+            output = original(hidden_states, **others)
+            if block is not blocks[-1]:
+                return output
+            *text, left = output if isinstance(output, tuple) else (output,)
+            tokens = kept["whole"] + kept["map"].unmerge(left - kept["merged"])
+            return (*text, tokens) if text else tokens
+
+        return forward
+
+    for block in blocks:
+        block.forward = merged_forward(block)
+
+
+def blocks_of(pipe: Any) -> dict[str, nn.Module]:
+    names = ("BasicTransformerBlock", "JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")
+    blocks = {name: module for name, module in tiny.denoiser_of(pipe).named_modules() if type(module).__name__ in names}
+    if type(pipe).__name__ == "StableDiffusionPipeline":
+        # The coarser levels have fewer tokens than a region.
+        fine = ("down_blocks.0", "down_blocks.1", "up_blocks.2", "up_blocks.3")
+        return {name: block for name, block in blocks.items() if name.startswith(fine)}
+    return blocks
+
+
+def merge_plainly(pipe: Any, kind: str, sites: str, maps: PlainMaps) -> None:
+    blocks = blocks_of(pipe)
+    if sites == "component":
+        for block in blocks.values():
+            block.forward = COMPONENT[kind](block, maps)
+        return
+
+    def group(block: nn.Module, tokens: Tensor) -> Any:
+        return type(block), tokens.shape[1]
+
+    if sites == "block":
+        spans = [[block] for block in blocks.values()]
+    elif kind in ("sd3", "flux"):
+        spans = [list(blocks.values())]
+    else:
+        stacks = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
+        spans = [[block for name, block in blocks.items() if name.startswith(f"{stack}.")] for stack in stacks]
+    for span in spans:
+        merge_span(span, maps, group)
+
+
+# Cosines tie wherever two tokens are each other's nearest (either gains the same), so few are kept of every region;
+# dot products do not.
+SETTINGS = [
+    {"ratio": 0.875, "similarity": "cosine", "temperature": 0.001},
+    {"ratio": 0.5, "similarity": "dot", "temperature": 0.1},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["similarity"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_merged_pipelines_equal_the_plain_computation(
+    kind: str, sites: str, batch: int, setting: dict[str, Any]
+) -> None:
+    plain = tiny.build(kind)
+    maps = PlainMaps(**setting, shared=kind == "flux")
+    merge_plainly(plain, kind, sites, maps)
+    seed, expected = first_without_tie(plain, maps, batch)
+
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe, batch=batch, seed=seed)
+    levels = {"sd": (1, 2), "sdxl": (2, 4)}.get(kind)
+    tokenmerge.apply(pipe, sites=sites, regions=f"tile:{SIDE}x{SIDE}", levels=levels, skip_first=0, **setting)
+    merged = tiny.draw(pipe, batch=batch, seed=seed)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
+    assert (merged - unpatched).abs().max() > 0.05
+
+
+def first_without_tie(plain: Any, maps: PlainMaps, batch: int) -> tuple[int, Tensor]:
+    for seed in range(10):
+        maps.maps.clear()
+        try:
+            return seed, tiny.draw(plain, batch=batch, seed=seed)
+        except Tie:
+            continue
+    raise AssertionError("every seed has a tie")

@@ -1,0 +1,375 @@
+"""Merging in whole pipelines: how many sites, what stays bit-equal, what changes, and every size, batch and dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from torch import Tensor, nn
+
+import tiny
+import tokenmerge
+from tokenmerge import TokenMergeError
+
+# Small regions, so that 64 tokens and more are cut into several.
+OPTIONS = {"regions": "tile:4x4", "skip_first": 0}
+
+
+def apply(pipe: Any, **options: Any) -> Any:
+    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+
+
+def replaced_forwards(module: nn.Module) -> int:
+    return sum("forward" in vars(each) for each in module.modules())
+
+
+# kind, options, sites merged, sites in all. SD: 3 blocks on levels 1, 2, 4, one on level 8. SDXL: 3 on level 2, 8 on
+# level 4. SD3: 4 blocks, one of them with two attentions. Flux: 2 joint blocks, 3 single.
+COUNTS = [
+    ("sd", {"sites": "component"}, 30, 30),
+    ("sd", {"sites": "component", "components": ("self_attention",)}, 10, 30),
+    ("sd", {"sites": "component", "components": ("cross_attention", "mlp"), "levels": (1, 2)}, 12, 30),
+    ("sd", {"sites": "block"}, 10, 10),
+    ("sd", {"sites": "block", "levels": (1,)}, 3, 10),
+    ("sd", {"sites": "block", "levels": (8, 2)}, 4, 10),
+    ("sd", {"sites": "block", "skip_first": 1, "levels": (1, 2, 4)}, 6, 10),
+    ("sd", {"sites": "span"}, 10, 10),
+    ("sdxl", {"sites": "component"}, 33, 33),
+    ("sdxl", {"sites": "component", "components": ("mlp",)}, 11, 33),
+    ("sdxl", {"sites": "block"}, 11, 11),
+    ("sdxl", {"sites": "block", "levels": (2,)}, 3, 11),
+    ("sdxl", {"sites": "block", "skip_first": 1, "skip_last": 1}, 7, 11),
+    ("sdxl", {"sites": "block", "skip_first": 0.25, "skip_last": 0.5}, 2, 11),
+    ("sdxl", {"sites": "span"}, 11, 11),
+    ("sd3", {"sites": "component"}, 9, 9),
+    ("sd3", {"sites": "component", "components": ("self_attention",)}, 5, 9),
+    ("sd3", {"sites": "block"}, 4, 4),
+    ("sd3", {"sites": "block", "skip_first": 0.25}, 3, 4),
+    ("sd3", {"sites": "span", "skip_last": 1}, 3, 4),
+    ("flux", {"sites": "component"}, 10, 10),
+    ("flux", {"sites": "component", "components": ("mlp",)}, 5, 10),
+    ("flux", {"sites": "block"}, 5, 5),
+    ("flux", {"sites": "block", "skip_first": 1}, 3, 5),
+    ("flux", {"sites": "span", "skip_last": 1}, 3, 5),
+    ("flux", {"method": "none"}, 0, 5),
+    ("sdxl", {"ratio": 0.0, "sites": "component"}, 0, 33),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "merged", "total"), COUNTS)
+def test_number_of_sites_is_exact(kind: str, options: dict[str, Any], merged: int, total: int) -> None:
+    pipe = apply(tiny.build(kind), **options)
+    plan = tokenmerge.summary(pipe).plan
+    assert (len(plan.merged_sites), len(plan.sites)) == (merged, total)
+    assert all(site.skipped for site in plan.sites if site not in plan.merged_sites)
+    # Tokens enter a Flux single block's MLP in one submodule and leave it in another.
+    split = sum(site.part is not None and site.part.leave is not None for site in plan.merged_sites)
+    assert replaced_forwards(tiny.denoiser_of(pipe)) == merged + split
+
+
+def test_number_of_sites_of_the_published_models() -> None:
+    xl = {
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+    }
+    with torch.device("meta"):
+        models: dict[str, tuple[nn.Module, dict[str, int]]] = {
+            "sd": (UNet2DConditionModel(), {"level-1": 5, "level-2": 5, "level-4": 5, "level-8": 1}),
+            "sdxl": (UNet2DConditionModel(**xl), {"level-2": 10, "level-4": 60}),
+            "sd3": (SD3Transformer2DModel(num_layers=24), {"joint": 24}),
+            "flux": (FluxTransformer2DModel(), {"joint": 19, "single": 38}),
+        }
+    for model, groups in models.values():
+        plan = tokenmerge.plan(model, tokenmerge.MergeConfig(), height=1024, width=1024)
+        assert {group.name: group.merged_blocks for group in plan.groups} == groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "spans"),
+    [
+        ("sd", {}, [1] * 10),
+        ("sdxl", {}, [1, 2, 2, 2, 2, 1, 1]),  # a span stays inside of one Transformer2DModel
+        ("sdxl", {"span": 1}, [1] * 11),
+        ("sd3", {}, [4]),
+        ("sd3", {"span": 3}, [3, 1]),
+        ("flux", {}, [5]),  # from joint into single blocks
+        ("flux", {"span": 2}, [2, 2, 1]),
+        ("flux", {"skip_last": 1}, [1, 2]),
+        ("flux", {"skip_first": 1}, [1, 2]),
+    ],
+)
+def test_spans_are_runs_of_blocks(kind: str, options: dict[str, Any], spans: list[int]) -> None:
+    pipe = apply(tiny.build(kind), sites="span", **options)
+    sites = tokenmerge.summary(pipe).plan.merged_sites
+    starts = [place for place, site in enumerate(sites) if site.first]
+    ends = [place for place, site in enumerate(sites) if site.last]
+    assert [end - start + 1 for start, end in zip(starts, ends, strict=True)] == spans
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_none_ratio_0_and_remove_are_bit_equal_to_the_unpatched_pipeline(kind: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe)
+    for options in ({"method": "none"}, {"ratio": 0.0}, {"preset": "none"}):
+        tokenmerge.apply(pipe, **options)
+        assert torch.equal(tiny.draw(pipe), unpatched), options
+    for sites in ("component", "block"):
+        apply(pipe, sites=sites)
+        merged = tiny.draw(pipe)
+        assert not torch.equal(merged, unpatched)
+        tokenmerge.remove(pipe)
+        assert torch.equal(tiny.draw(pipe), unpatched), sites
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_merging_changes_the_image_by_its_ratio_and_always_alike(kind: str, sites: str) -> None:
+    if sites == "span" and kind in ("sd3-controlnet", "flux-controlnet"):
+        sites = "block"  # refused with spans: see test_refusals.py
+    pipe = tiny.build(kind)
+    images = [tiny.draw(pipe)]
+    for ratio in (0.25, 0.5, 0.75):
+        apply(pipe, ratio=ratio, sites=sites)
+        images.append(tiny.draw(pipe))
+        assert torch.equal(tiny.draw(pipe), images[-1])
+    assert all(image.isfinite().all() for image in images)
+    for place, image in enumerate(images):
+        assert not any(torch.equal(image, other) for other in images[:place])
+
+
+@pytest.mark.parametrize("preset", ["toma", "toma-once", "toma-stripe", "toma-tile", "lower-bound"])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_every_preset_runs_in_every_family(kind: str, preset: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe)
+    tokenmerge.apply(pipe, preset=preset, ratio=0.5)
+    image = tiny.draw(pipe)
+    assert image.isfinite().all()
+    assert not torch.equal(image, unpatched)
+    summary = tokenmerge.summary(pipe)
+    assert all(group["selected"] == 1 for group in summary.groups)
+    assert "reference" in str(summary)
+    finest = summary.groups[0]["tokens"]
+    assert finest == "256 -> 128"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"selection": "graph-cut"},
+        {"selection": "stochastic"},
+        {"selection": "random"},
+        {"selection": "uniform"},
+        {"similarity": "dot", "temperature": 0.1},
+        {"unmerge": "pinv"},
+        {"regions": "whole"},
+        {"regions": "stripe:16", "merge_regions": "stripe:4"},
+        {"regions": "tile:2x2", "merge_regions": "tile:4x4"},
+        {"regions": "tile:4x4", "merge_regions": "whole"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_every_option_runs_and_matters(kind: str, options: dict[str, Any]) -> None:
+    pipe = apply(tiny.build(kind))
+    default = tiny.draw(pipe)
+    apply(pipe, **options)
+    image = tiny.draw(pipe)
+    assert image.isfinite().all()
+    assert not torch.equal(image, default)
+
+
+def inputs_of(module: nn.Module, seen: list[Tensor]) -> None:
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+
+
+@pytest.mark.parametrize("sites", ["component", "block"])
+def test_unet_queries_are_merged_and_text_is_not(sites: str) -> None:
+    pipe = apply(tiny.build("sdxl"), sites=sites, ratio=0.75)
+    queries: list[Tensor] = []
+    texts: list[Tensor] = []
+    for name, module in pipe.unet.named_modules():
+        if name.endswith(("attn1.to_q", "attn2.to_q", "ff.net.0.proj")):
+            inputs_of(module, queries)
+        if name.endswith("attn2.to_k"):
+            inputs_of(module, texts)
+    arguments = tiny.call_arguments(pipe, steps=1)
+    pipe(**arguments)
+    assert len(queries) == 33
+    assert {tokens.shape[1] for tokens in queries} == {256 // 4, 64 // 4}
+    prompt = torch.cat([arguments["negative_prompt_embeds"], arguments["prompt_embeds"]])
+    assert len(texts) == 11
+    assert all(torch.equal(text, prompt) for text in texts)
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", ["sd3", "flux"])
+def test_joint_attention_sees_merged_image_tokens_and_all_text_tokens(kind: str, sites: str) -> None:
+    pipe = apply(tiny.build(kind), sites=sites, ratio=0.75)
+    image_tokens: list[Tensor] = []
+    text_tokens: list[Tensor] = []
+    joint_tokens: list[Tensor] = []
+    for name, module in pipe.transformer.named_modules():
+        if name.startswith("single") and name.endswith("to_q"):
+            inputs_of(module, joint_tokens)
+        elif name.endswith("to_q"):
+            inputs_of(module, image_tokens)
+        elif name.endswith(("add_q_proj", "ff_context")):
+            inputs_of(module, text_tokens)
+    tiny.draw(pipe, steps=1)
+    assert {tokens.shape[1] for tokens in image_tokens} == {64}
+    assert {tokens.shape[1] for tokens in text_tokens} == {tiny.TEXT_TOKENS}
+    assert {tokens.shape[1] for tokens in joint_tokens} == ({tiny.TEXT_TOKENS + 64} if kind == "flux" else set())
+
+
+# Multiples of 8 for UNets: 18x26 then 9x13 tokens; 11x13, both prime, on SDXL's third level; wide.
+# Multiples of 4 for DiTs: 19x25 tokens, then 17x23, both prime; tall.
+SIZES = {"unet": [(72, 104), (88, 104), (64, 168)], "dit": [(76, 100), (68, 92), (120, 36)]}
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_odd_and_long_sizes_are_merged(kind: str, sites: str, place: int) -> None:
+    size = SIZES["unet" if kind in ("sd", "sdxl") else "dit"][place]
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe, size=size)
+    apply(pipe, sites=sites)
+    image = tiny.draw(pipe, size=size)
+    assert image.shape == unpatched.shape
+    assert image.isfinite().all()
+    assert not torch.equal(image, unpatched)
+    group = tokenmerge.summary(pipe).groups[0]
+    before, after = map(int, group["tokens"].split(" -> "))
+    assert group["grid"] == f"{size[0] // 4}x{size[1] // 4}"
+    assert before == (size[0] // 4) * (size[1] // 4)
+    assert 0.4 <= after / before <= 0.6
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_an_image_does_not_depend_on_sizes_and_batches_before_it(kind: str, sites: str) -> None:
+    calls: list[dict[str, Any]] = [
+        {},
+        {"size": (72, 104)},
+        {"batch": 2},
+        {"guided": False},
+        {"size": (104, 72)},  # as many tokens as before, on another grid
+        {},
+        {"size": (80, 80), "batch": 2},
+        {"size": (96, 64)},
+        {"size": (72, 104)},
+    ]
+    pipe = apply(tiny.build(kind), sites=sites)
+    for call in calls:
+        fresh = apply(tiny.build(kind), sites=sites)
+        assert torch.equal(tiny.draw(pipe, **call), tiny.draw(fresh, **call)), call
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_samples_of_a_batch_share_destinations_only_where_they_share_positions(kind: str) -> None:
+    pipe = apply(tiny.build(kind), sites="block")
+    shape = {"sd": (4, 16, 16), "sdxl": (4, 32, 32), "sd3": (4, 32, 32), "flux": (256, 16)}[kind]
+    latents = tiny.noise(3, *shape, seed=9)
+    arguments = {"batch": 2, "steps": 2}
+    one = tiny.draw(pipe, **arguments, latents=latents[[0, 1]])[0]
+    other = tiny.draw(pipe, **arguments, latents=latents[[0, 2]])[0]
+    assert torch.equal(one, other) == (kind != "flux")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_half_precision_pipelines_keep_their_dtype(kind: str, dtype: torch.dtype) -> None:
+    pipe = tiny.build(kind).to(dtype)
+    unpatched = tiny.draw(pipe)
+    for sites in ("component", "block"):
+        apply(pipe, sites=sites)
+        image = tiny.draw(pipe)
+        assert image.dtype == unpatched.dtype
+        assert image.isfinite().all()
+        assert not torch.equal(image, unpatched)
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe), unpatched)
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_images_decode(kind: str) -> None:
+    pipe = apply(tiny.build(kind))
+    image = tiny.draw(pipe, output_type="np")
+    assert image.shape == (1, 64, 64, 3)
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_state_dict_is_the_same_while_applied(kind: str, sites: str) -> None:
+    pipe = tiny.build(kind)
+    denoiser = tiny.denoiser_of(pipe)
+    before = denoiser.state_dict()
+    apply(pipe, sites=sites)
+    tiny.draw(pipe)
+    during = denoiser.state_dict()
+    assert list(during) == list(before)
+    assert all(torch.equal(during[name], before[name]) for name in before)
+    denoiser.load_state_dict(before)
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_a_second_apply_replaces_the_first(kind: str) -> None:
+    pipe = tiny.build(kind)
+    second = {"ratio": 0.25, "sites": "component", "regions": "stripe:8"}
+    expected = tiny.draw(apply(tiny.build(kind), **second))
+    apply(pipe, ratio=0.75, sites="block")
+    tiny.draw(pipe)
+    apply(pipe, **second)
+    assert torch.equal(tiny.draw(pipe), expected)
+    tokenmerge.remove(pipe)
+    tokenmerge.remove(pipe)
+    assert replaced_forwards(tiny.denoiser_of(pipe)) == 0
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_applied_restores_what_was_there(kind: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe)
+    with tokenmerge.applied(pipe, **OPTIONS, ratio=0.5) as same:
+        assert same is pipe
+        outer = tiny.draw(pipe)
+        with tokenmerge.applied(pipe, **OPTIONS, ratio=0.75):
+            inner = tiny.draw(pipe)
+        assert torch.equal(tiny.draw(pipe), outer)
+        with pytest.raises(ZeroDivisionError), tokenmerge.applied(pipe, method="none"):
+            tiny.draw(pipe, callback_on_step_end=lambda *_: 1 / 0)
+        assert torch.equal(tiny.draw(pipe), outer)
+        with pytest.raises(TokenMergeError), tokenmerge.applied(pipe, ratio=1.0):
+            pass
+        assert torch.equal(tiny.draw(pipe), outer)
+    assert torch.equal(tiny.draw(pipe), unpatched)
+    assert tokenmerge.summary(pipe).plan is None
+    assert not torch.equal(inner, outer)
+
+
+def test_a_bare_denoiser_and_its_pipeline_are_the_same_to_apply() -> None:
+    pipe = tiny.build("sdxl")
+    apply(pipe.unet, scheduler=pipe.scheduler)
+    by_denoiser = tiny.draw(pipe)
+    apply(pipe)
+    assert torch.equal(tiny.draw(pipe), by_denoiser)
+    assert str(tokenmerge.summary(pipe)) == str(tokenmerge.summary(pipe.unet))
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_the_plan_tells_what_the_run_then_does(kind: str) -> None:
+    pipe = tiny.build(kind)
+    plan = tokenmerge.plan(pipe, **OPTIONS, height=72, width=104)
+    apply(pipe)
+    tiny.draw(pipe, size=(72, 104))
+    ran = {group["group"]: group for group in tokenmerge.summary(pipe).groups}
+    assert [group.name for group in plan.groups] == list(ran)
+    for group in plan.groups:
+        assert ran[group.name]["grid"] == str(group.grid)
+        assert ran[group.name]["tokens"] == f"{group.layout.tokens} -> {group.layout.merged}"
+        assert ran[group.name]["regions"] == group.regions
