@@ -25,6 +25,7 @@ from tokenmerge.grid import (
 from tokenmerge.mergemap import MergeMap
 from tokenmerge.methods import method_for
 from tokenmerge.ops import reference
+from tokenmerge.state import DenoiserCall, MergeState, refresh
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rows of weights are rounded to the tokens' dtype, so their sums are off by as much.
@@ -69,7 +70,7 @@ def make_map(values: Tensor, grid: TokenGrid, config: MergeConfig, shared: bool 
         partition.layout,
         reference,
         len(values),
-        ordered=config.merge_in.kind == "tile",
+        ordered=partition.merge_order is not None,
         shared=shared,
         dtype=values.dtype,
         device=values.device,
@@ -330,19 +331,31 @@ def test_identical_tokens_do_not_break_pinv() -> None:
     torch.testing.assert_close(restored, values, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
-@given(grid=st.builds(TokenGrid, st.integers(2, 8), st.integers(2, 8)), spec=regions, seed=seeds)
-def test_merging_equals_a_plain_loop_over_regions(grid: TokenGrid, spec: str, seed: int) -> None:
+@settings(max_examples=120, deadline=None)
+@given(
+    grid=st.builds(TokenGrid, st.integers(2, 9), st.integers(2, 9)),
+    spec=regions,
+    merge_spec=st.none() | regions,
+    seed=seeds,
+)
+def test_merging_equals_a_plain_loop_over_regions(
+    grid: TokenGrid, spec: str, merge_spec: str | None, seed: int
+) -> None:
     values = torch.randn(2, grid.count, 5, generator=torch.Generator().manual_seed(seed))
-    config = MergeConfig(ratio=0.5, regions=spec, temperature=0.1)
-    partition = partition_grids((grid,), config)
-    order = torch.arange(grid.count) if partition.order is None else partition.order
+    config = MergeConfig(ratio=0.5, regions=spec, merge_regions=merge_spec, temperature=0.1)
+    try:
+        partition = partition_grids((grid,), config)
+    except TokenMergeError:
+        return
+    count = partition.layout.merge_regions
+    order = torch.arange(grid.count) if partition.merge_order is None else partition.merge_order
     merge_map = make_map(values, grid, config)
-    merged = merge_map.merge(values).unflatten(1, (partition.layout.merge_regions, -1))
+    merged = merge_map.merge(values).unflatten(1, (count, -1))
     restored = merge_map.unmerge(merge_map.merge(values))
     for sample in range(2):
-        for number, members in enumerate(order.view(partition.layout.merge_regions, -1)):
-            chosen = merge_map.destinations[sample].view(partition.layout.merge_regions, -1)[number]
+        for number, members in enumerate(order.view(count, -1)):
+            chosen = merge_map.destinations[sample].view(count, -1)[number]
+            assert set(chosen.tolist()) <= set(members.tolist()), "a destination lies outside of its region"
             unit = torch.nn.functional.normalize(values[sample], dim=-1)
             spread = torch.softmax(unit[chosen] @ unit[members].T / 0.1, dim=0)
             expected = spread / spread.sum(1, keepdim=True) @ values[sample, members]
@@ -361,3 +374,28 @@ def test_several_images_of_one_sequence_are_cut_separately_where_tiles_fit() -> 
 def test_region_specs_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(TokenMergeError, match="regions"):
         Regions.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "merge_spec"),
+    [
+        ("tile:2x2", "tile:4x4"),
+        ("tile:2x2", "tile:64x64"),
+        ("tile:2x2", "stripe:4"),
+        ("stripe:16", "stripe:4"),
+        ("stripe:4", "whole"),
+    ],
+)
+def test_a_model_merges_in_the_regions_that_were_planned(spec: str, merge_spec: str) -> None:
+    """Through the state, whose tensors are laid out before the grid is known."""
+    config = MergeConfig(ratio=0.5, regions=spec, merge_regions=merge_spec)
+    state = MergeState(config, lambda: None)
+    group = state.add_group("level-1")
+    values = torch.randn(1, 64, 6, generator=torch.Generator().manual_seed(0))
+    state.enter(DenoiserCall(1, values.dtype, values.device, torch.zeros(()), 8, 8))
+    assert group.slot is not None
+    refresh(values, [], group.handle, group.slot.map.tensors, group.slot.rotary)
+    expected = make_map(values, TokenGrid(8, 8), config)
+    torch.testing.assert_close(group.slot.map.merge(values), expected.merge(values))
+    restored = group.slot.map.unmerge(group.slot.map.merge(values))
+    torch.testing.assert_close(restored, expected.unmerge(expected.merge(values)))

@@ -69,8 +69,14 @@ class Partition:
 
     layout: Layout
     order: Tensor | None  # [N] row-major token indices, region by region; None where that is 0, 1, 2, ...
-    merge_ordered: bool  # whether merging regions follow `order` too, or are row-major
+    merge_order: Tensor | None  # the same for merging regions
     description: str
+
+    def to(self, device: torch.device) -> Partition:
+        def moved(order: Tensor | None) -> Tensor | None:
+            return None if order is None else order.to(device)
+
+        return Partition(self.layout, moved(self.order), moved(self.merge_order), self.description)
 
 
 def region_size(token_count: int, regions: Regions, ratio: float) -> int:
@@ -116,9 +122,9 @@ def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partit
     select, how = _order(grids, config.select_in, layout.select_size)
     description = f"{layout.select_regions} {how}"
     if layout.merge_size == layout.select_size:
-        return Partition(layout, select, True, description)
+        return Partition(layout, select, select, description)
     if layout.merge_size == layout.tokens:
-        return Partition(layout, select, False, f"{description}, merged in the whole image")
+        return Partition(layout, select, None, f"{description}, merged in the whole image")
     merge, merge_how = _order(grids, config.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and config.select_in.kind == config.merge_in.kind:
@@ -130,7 +136,7 @@ def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partit
             f"{config.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
-    return Partition(layout, nested, True, f"{description}, merged in {layout.merge_regions} {merge_how}")
+    return Partition(layout, nested, nested, f"{description}, merged in {layout.merge_regions} {merge_how}")
 
 
 def split_regions(tokens: Tensor, order: Tensor | None, regions: int) -> Tensor:

@@ -66,10 +66,12 @@ class MergeMap:
 
     def fill(self, partition: Partition, destinations: Tensor, merge: Tensor, unmerge: Tensor) -> None:
         """Overwrite in place: destinations [S, R, k] as selected, weights as weighed."""
-        if self.order is not None and self.inverse is not None and partition.order is not None:
-            order = partition.order.to(self.order.device)
-            self.order.copy_(order)
-            self.inverse.copy_(invert_order(order))
+        if self.order is not None and self.inverse is not None:
+            if partition.merge_order is None:
+                torch.arange(self.layout.tokens, out=self.order)
+            else:
+                self.order.copy_(partition.merge_order)
+            self.inverse.copy_(invert_order(self.order))
         self.destinations.copy_(destinations.flatten(1))
         self.merge_weights.copy_(merge)
         self.unmerge_weights.copy_(unmerge)

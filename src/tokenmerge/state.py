@@ -174,7 +174,8 @@ class MergeGroup:
     ) -> Slot:
         ops, self.backend = backend_for(self._config.backend, device)
         layout = layout_for(tokens, self._config)
-        ordered = self._config.merge_in.kind == "tile"
+        kinds = (self._config.select_in.kind, self._config.merge_in.kind)
+        ordered = "tile" in kinds and kinds[1] != "whole"
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
             merge_map = MergeMap.empty(
@@ -240,9 +241,7 @@ class MergeGroup:
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device)
         if key not in self._partitions:
-            partition = partition_grids(self.grids, self._config)
-            order = None if partition.order is None else partition.order.to(device)
-            self._partitions[key] = Partition(partition.layout, order, partition.merge_ordered, partition.description)
+            self._partitions[key] = partition_grids(self.grids, self._config).to(device)
         return self._partitions[key]
 
 

@@ -48,8 +48,9 @@ def weigh(
     layout = partition.layout
     # Selection regions are listed merging region by merging region, so regrouping is a view.
     grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
-    order = partition.order if partition.merge_ordered else None
-    merge, unmerge = ops.weigh(tokens, order, grouped, similarity=config.similarity, temperature=config.temperature)
+    merge, unmerge = ops.weigh(
+        tokens, partition.merge_order, grouped, similarity=config.similarity, temperature=config.temperature
+    )
     if config.unmerge == "pinv":
         unmerge = ops.pinv_weights(merge, fallback=unmerge)
     return merge, unmerge
