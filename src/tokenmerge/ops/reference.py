@@ -194,11 +194,29 @@ def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
     return (weights.to(tokens.dtype) @ split_regions(tokens, order, weights.shape[1])).flatten(1, 2)
 
 
-def unmerge(merged: Tensor, inverse: Tensor | None, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C]."""
+def unmerge(
+    merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C].
+
+    order: [N] token indices region by region, and inverse: [N] its inverse, or both None. They say the same; this file
+    gathers by the one, kernels scatter by the other.
+    """
     regions = weights.to(merged.dtype) @ merged.unflatten(1, (weights.shape[1], -1))
     tokens = join_regions(regions, inverse)
     return tokens if residual is None else residual + tokens
+
+
+def gather_rotary(tables: list[Tensor], destinations: Tensor, out: list[Tensor]) -> None:
+    """Rotary tables of a merged sequence: a merged token has the position of its destination.
+
+    tables: cosines and sines [T + N, D]; destinations: [M] row-major indices of image tokens. Fills `out`, likewise
+    [T + M, D]; the T rows of text come first and stay.
+    """
+    text = out[0].shape[0] - destinations.shape[0]
+    for table, gathered in zip(tables, out, strict=True):
+        gathered[:text].copy_(table[:text])
+        gathered[text:].copy_(table[text:].index_select(0, destinations))
 
 
 def _directions(tokens: Tensor, similarity: str) -> Tensor:
