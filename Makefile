@@ -25,6 +25,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e .[dev]
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps triton
 	touch $@
 
 clean:

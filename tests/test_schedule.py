@@ -1,313 +1,411 @@
-"""When merging acts: refreshes counted over real denoising loops of every shape."""
+"""When destinations are chosen and weights made: counted over whole images, for every way a denoising loop can go."""
 
 from __future__ import annotations
 
 import copy
-import math
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    EulerDiscreteScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
     PNDMScheduler,
+    StableDiffusionXLImg2ImgPipeline,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
 
-OPTIONS: dict[str, Any] = {"ratio": 0.5, "regions": "tile:4x4", "skip_first": 0}
+OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
 
 
-def counts(model: Any) -> set[tuple[int, int]]:
-    """Selections and weighings of each group, as far as groups differ."""
-    return {(group["selected"], group["weighed"]) for group in tokenmerge.summary(model).groups}
+def apply(pipe: Any, **options: Any) -> Any:
+    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
 
 
-def every(steps: int, interval: int) -> int:
-    return math.ceil(steps / interval)
+def counts(pipe: Any) -> tuple[int, int]:
+    """Selections and weighings so far; every group must have the same."""
+    found = {(group["selected"], group["weighed"]) for group in tokenmerge.summary(pipe).groups}
+    assert len(found) == 1
+    return found.pop()
 
 
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
-@pytest.mark.parametrize("steps", [1, 4, 20, 50])
-def test_destinations_every_10_steps_and_weights_every_5(kind: str, steps: int) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), **OPTIONS)
-    tiny.draw(pipe, steps=steps)
-    assert counts(pipe) == {(every(steps, 10), every(steps, 5))}
-    tiny.draw(pipe, steps=steps)
-    assert counts(pipe) == {(2 * every(steps, 10), 2 * every(steps, 5))}
+def counted(pipe: Any, **call: Any) -> tuple[int, int]:
+    """Selections and weighings of one image."""
+    before = counts(pipe)
+    tiny.draw(pipe, **call)
+    after = counts(pipe)
+    return after[0] - before[0], after[1] - before[1]
 
 
-@pytest.mark.parametrize(("destinations", "weights"), [(1, 1), (3, 2), (4, 7), (100, 100)])
-def test_intervals_are_as_asked(destinations: int, weights: int) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS, destinations_every=destinations, weights_every=weights)
-    tiny.draw(pipe, steps=12)
-    # A selection brings weights with it, so their interval starts there anew.
-    weighings = sum(step % destinations == 0 or step % destinations % weights == 0 for step in range(12))
-    assert counts(pipe) == {(every(12, destinations), weighings)}
+@pytest.mark.parametrize(("steps", "expected"), [(1, (1, 1)), (4, (1, 1)), (20, (2, 4)), (50, (5, 10))])
+@pytest.mark.parametrize(
+    ("kind", "sites"), [("sd", "block"), ("sdxl", "component"), ("sd3", "block"), ("flux", "span")]
+)
+def test_destinations_every_10_steps_and_weights_every_5(
+    kind: str, sites: str, steps: int, expected: tuple[int, int]
+) -> None:
+    pipe = apply(tiny.build(kind), sites=sites)
+    assert counted(pipe, steps=steps) == expected
+    assert counted(pipe, steps=steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [((1, 1), (12, 12)), ((4, 2), (3, 6)), ((3, 5), (4, 4)), ((12, 7), (1, 2)), ((100, 100), (1, 1))],
+)
+def test_intervals_are_kept(every: tuple[int, int], expected: tuple[int, int]) -> None:
+    pipe = apply(tiny.build("flux"), destinations_every=every[0], weights_every=every[1])
+    assert counted(pipe, steps=12) == expected
+
+
+def test_fixed_maps_are_made_once_per_image() -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), preset="lower-bound")
+    assert counted(pipe, steps=20) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["sd-img2img", "sdxl-img2img", "sdxl-inpaint", "sd3-img2img", "flux-img2img"])
-def test_an_image_that_begins_in_the_middle_begins_with_a_selection(kind: str) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), **OPTIONS)
-    # Half of 40 steps are taken.
-    tiny.draw(pipe, steps=20)
-    assert counts(pipe) == {(2, 4)}
+def test_img2img_counts_the_steps_it_runs(kind: str) -> None:
+    pipe = apply(tiny.build(kind))
+    # Strength 0.5 runs the last 20 of 40 steps.
+    assert counted(pipe, num_inference_steps=40) == (2, 4)
+    assert counted(pipe, num_inference_steps=8) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "scheduler", "evaluations"),
     [
-        ("sdxl", HeunDiscreteScheduler, 39),
-        ("sd3", FlowMatchHeunDiscreteScheduler, 39),
-        ("sd", PNDMScheduler, 21),
-        ("sd", DDPMScheduler, 20),
+        ("sdxl", HeunDiscreteScheduler(beta_schedule="scaled_linear"), 39),
+        ("sd", PNDMScheduler(skip_prk_steps=True), 21),
+        ("sd", DPMSolverMultistepScheduler(), 20),
+        ("sdxl", EulerAncestralDiscreteScheduler(), 20),
+        ("sd3", FlowMatchHeunDiscreteScheduler(), 39),
     ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "config") else str(value),
 )
-def test_every_evaluation_of_a_scheduler_counts_as_a_step(kind: str, scheduler: Any, evaluations: int) -> None:
-    options = {"skip_prk_steps": True} if scheduler is PNDMScheduler else {}
-    pipe = tokenmerge.apply(tiny.build(kind, scheduler=scheduler(**options)), **OPTIONS)
-    tiny.draw(pipe, steps=20)
-    assert counts(pipe) == {(every(evaluations, 10), every(evaluations, 5))}
+def test_schedulers_count_by_their_evaluations(kind: str, scheduler: Any, evaluations: int) -> None:
+    pipe = apply(tiny.build(kind, scheduler=scheduler))
+    seen = merged_steps(pipe, steps=20)
+    assert len(seen) == evaluations
+    assert counts(pipe) == (-(-evaluations // 10), -(-evaluations // 5))
 
 
-def true_guidance(pipe: Any, steps: int, **options: Any) -> Tensor:
-    """Flux with classifier-free guidance: two denoiser calls in every step."""
-    arguments = tiny.call_arguments(pipe, steps=steps)
-    negative = {f"negative_{name}": -arguments[name] for name in ("prompt_embeds", "pooled_prompt_embeds")}
-    return tiny.draw(pipe, steps=steps, true_cfg_scale=3.0, **negative, **options)
+def true_cfg(batch: int = 1) -> dict[str, Any]:
+    return {
+        "true_cfg_scale": 3.0,
+        "negative_prompt_embeds": tiny.noise(batch, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH, seed=50),
+        "negative_pooled_prompt_embeds": tiny.noise(batch, tiny.POOLED_WIDTH, seed=51),
+    }
 
 
-def test_each_of_two_calls_in_a_step_has_its_own_maps() -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), **OPTIONS)
-    seen: list[tuple[int, list[Tensor]]] = []
-    # The single blocks: the first joint block has not seen the prompt yet.
-    group = pipe.transformer._tokenmerge.state.groups[-1]
+def test_true_guidance_makes_maps_for_each_of_its_two_calls() -> None:
+    pipe = apply(tiny.build("flux"))
+    assert counted(pipe, steps=20, **true_cfg()) == (4, 8)
+    assert counted(pipe, steps=20) == (2, 4)
+    assert counted(pipe, steps=4, **true_cfg()) == (2, 2)
 
-    def remember(*_: Any) -> None:
-        seen.append((group._clock.call, [tensor.clone() for tensor in group.slot.map.tensors]))
 
-    handle = pipe.transformer.register_forward_hook(remember)
-    true_guidance(pipe, 5)
+def flux_inputs(seed: int, timestep: float) -> dict[str, Any]:
+    rows, columns = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
+    return {
+        "hidden_states": tiny.noise(1, 256, 16, seed=seed),
+        "encoder_hidden_states": tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH, seed=seed + 1),
+        "pooled_projections": tiny.noise(1, tiny.POOLED_WIDTH, seed=seed + 2),
+        "timestep": torch.tensor([timestep]),
+        "img_ids": torch.stack([torch.zeros(16, 16), rows, columns], dim=-1).view(256, 3),
+        "txt_ids": torch.zeros(tiny.TEXT_TOKENS, 3),
+    }
+
+
+@torch.no_grad()
+def test_calls_of_one_step_do_not_see_the_maps_of_each_other() -> None:
+    together = apply(tiny.flux_transformer(), sites="block")
+    alone = [apply(tiny.flux_transformer(), sites="block") for _ in range(3)]
+    for step in range(12):
+        for number, model in enumerate(alone):
+            inputs = flux_inputs(100 * step + 10 * number, 1.0 - step / 12)
+            assert torch.equal(together(**inputs).sample, model(**inputs).sample), (step, number)
+    assert counts(together) == (6, 9)
+    assert counts(alone[0]) == (2, 3)
+
+
+@torch.no_grad()
+def test_more_calls_per_step_than_are_kept_select_anew() -> None:
+    model = apply(tiny.flux_transformer())
+    for timestep in (1.0, 0.9):
+        for seed in range(6):
+            model(**flux_inputs(seed, timestep))
+    # Four calls keep their maps; the fifth and sixth do not.
+    assert counts(model) == (6 + 2, 6 + 2)
+
+
+def merged_steps(pipe: Any, **call: Any) -> list[bool]:
+    """Whether each denoising step of one image ran on merged tokens, as its queries tell."""
+    seen: list[int] = []
+    name = next(name for name, _ in tiny.denoiser_of(pipe).named_modules() if name.endswith("to_q"))
+    query = tiny.denoiser_of(pipe).get_submodule(name)
+    handle = query.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    tiny.draw(pipe, **call)
     handle.remove()
-    assert counts(pipe) == {(2, 2)}
-    assert [call for call, _ in seen] == [0, 1] * 5
-    for call in (0, 1):
-        first, *others = [tensors for number, tensors in seen if number == call]
-        assert all(torch.equal(a, b) for tensors in others for a, b in zip(first, tensors, strict=True))
-    # The two prompts differ, and so do the weights made from their tokens.
-    assert not torch.equal(seen[0][1][-1], seen[1][1][-1])
-
-
-def test_two_calls_of_a_step_do_not_disturb_each_other() -> None:
-    """With selection and weights at every step nothing is kept, so keeping for one step only must give the same."""
-    fresh = tokenmerge.apply(tiny.build("flux"), **OPTIONS, destinations_every=1, weights_every=1)
-    expected = true_guidance(fresh, 1)
-    kept = tokenmerge.apply(tiny.build("flux"), **OPTIONS)
-    assert torch.equal(true_guidance(kept, 1), expected)
-
-
-def test_batch_and_resolution_may_change_between_images() -> None:
-    options = [{"batch": 1}, {"batch": 2}, {"size": (96, 64)}, {"size": (64, 96)}, {"batch": 1}]
-    used = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS)
-    for each in options:
-        fresh = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS)
-        assert torch.equal(tiny.draw(used, steps=3, **each), tiny.draw(fresh, steps=3, **each))
-
-
-def test_more_sizes_than_are_kept_give_the_same_images() -> None:
-    sizes = [(64 + 16 * number, 64) for number in range(6)]
-    used = tokenmerge.apply(tiny.build("flux"), **OPTIONS)
-    for size in sizes * 2:
-        fresh = tokenmerge.apply(tiny.build("flux"), **OPTIONS)
-        assert torch.equal(tiny.draw(used, size=size), tiny.draw(fresh, size=size))
-
-
-def test_a_scheduler_put_into_the_pipeline_later_is_followed() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS)
-    tiny.draw(pipe, steps=7)
-    old = pipe.scheduler
-    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
-    assert counts(pipe) == {(1, 2)}
-    swapped = tiny.draw(pipe, steps=20)
-    assert counts(pipe) == {(3, 6)}
-    assert "step" not in vars(old), "the scheduler that was taken out is still listened to"
-    fresh = tokenmerge.apply(tiny.build("sdxl", scheduler=DDIMScheduler.from_config(old.config)), **OPTIONS)
-    assert torch.equal(swapped, tiny.draw(fresh, steps=20))
-
-
-@pytest.mark.parametrize("kind", ["sdxl", "flux"])
-def test_an_image_after_an_interrupted_one_is_as_if_nothing_had_been(kind: str) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        if step == 3:
-            raise Stop
-        return values
-
-    unpatched = tiny.draw(tiny.build(kind), steps=6)
-    pipe = tokenmerge.apply(tiny.build(kind), **OPTIONS)
-    with pytest.raises(Stop):
-        tiny.draw(pipe, steps=12, callback_on_step_end=stop)
-    fresh = tokenmerge.apply(tiny.build(kind), **OPTIONS)
-    assert torch.equal(tiny.draw(pipe, steps=6), tiny.draw(fresh, steps=6))
-    tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe, steps=6), unpatched)
-
-
-def modes(pipe: Any, **options: Any) -> list[str]:
-    """Whether each step of an image ran merged or full."""
-    state = tiny.denoiser_of(pipe)._tokenmerge.state
-    seen: list[str] = []
-    handle = tiny.denoiser_of(pipe).register_forward_hook(lambda *_: seen.append(state.mode))
-    tiny.draw(pipe, **options)
-    handle.remove()
-    return seen
+    return [tokens < 256 for tokens in seen]
 
 
 @pytest.mark.parametrize(
-    ("kind", "window", "first", "last"),
+    ("start", "stop", "merged"),
     [
-        ("sdxl", (0.2, 1.0), 2, 10),
-        ("sdxl", (0.0, 0.5), 0, 5),
-        ("flux", (0.3, 0.7), 3, 7),
-        ("sd3", (0.25, 1.0), 3, 10),
-        ("sd", (0.2, 0.9), 2, 9),
+        (0.0, 1.0, range(10)),
+        (0.2, 0.6, range(2, 6)),
+        (0.0, 0.05, range(1)),
+        (0.95, 1.0, range(0)),
+        (0.5, 1.0, range(5, 10)),
     ],
 )
-def test_only_steps_inside_the_window_are_merged(kind: str, window: tuple[float, float], first: int, last: int) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), **OPTIONS, start=window[0], stop=window[1])
-    expected = ["merged" if first <= step < last else "full" for step in range(10)]
-    assert modes(pipe, steps=10) == expected
-    assert modes(pipe, steps=10) == expected
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_a_window_merges_exactly_its_share_of_the_steps(kind: str, start: float, stop: float, merged: range) -> None:
+    pipe = apply(tiny.build(kind), start=start, stop=stop)
+    assert merged_steps(pipe, steps=10) == [step in merged for step in range(10)]
+    assert merged_steps(pipe, steps=10) == [step in merged for step in range(10)]
 
 
-@pytest.mark.parametrize("kind", ["sd-img2img", "sdxl-img2img", "flux-img2img"])
-def test_the_window_is_a_share_of_the_whole_schedule(kind: str) -> None:
-    """Strength 0.5 begins in the middle; DDIM, which does not say where it begins, included."""
-    pipe = tokenmerge.apply(tiny.build(kind), **OPTIONS, start=0.7)
-    assert modes(pipe, steps=10) == ["full"] * 4 + ["merged"] * 6
+def test_intervals_count_from_the_first_merged_step() -> None:
+    pipe = apply(tiny.build("flux"), start=0.35)
+    # Of 20 steps 7 to 19 merge: selections at 7 and 17, weights at 7, 12 and 17.
+    assert counted(pipe, steps=20) == (2, 3)
 
 
-def test_steps_outside_the_window_are_exactly_unmerged() -> None:
-    unpatched, pipe = tiny.build("sdxl"), tiny.build("sdxl")
-    tokenmerge.apply(pipe, **OPTIONS, start=0.5)
-    seen: dict[str, list[Tensor]] = {"unpatched": [], "merged": []}
-    for name, each in (("unpatched", unpatched), ("merged", pipe)):
-        each.unet.register_forward_hook(lambda module, args, output, kept=seen[name]: kept.append(output[0]))
-        tiny.draw(each, steps=4)
-    equal = [torch.equal(a, b) for a, b in zip(seen["unpatched"], seen["merged"], strict=True)]
-    assert equal == [True, True, False, False]
+@pytest.mark.parametrize(
+    "scheduler",
+    [tiny.ddim(), tiny.euler(), HeunDiscreteScheduler(beta_schedule="scaled_linear")],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_window_is_a_share_of_the_full_schedule_in_img2img_too(scheduler: Any) -> None:
+    pipe = apply(tiny.build("sdxl-img2img", scheduler=scheduler), start=0.6, stop=0.8)
+    # Strength 0.5 runs steps 10 to 19 of 20; of those 12 to 15 lie in the window.
+    steps = merged_steps(pipe, num_inference_steps=20)
+    if isinstance(scheduler, HeunDiscreteScheduler):
+        # 39 evaluations, of which those from the 20th on run, and those with 0.6 <= place / 39 < 0.8 merge.
+        assert steps == [0.6 <= place / 39 < 0.8 for place in range(20, 39)]
+    else:
+        assert steps == [2 <= step < 6 for step in range(10)]
 
 
-class Bare:
-    """A UNet without a pipeline, called at timesteps of one's own."""
-
-    def __init__(self, **options: Any) -> None:
-        self.unet = tiny.sdxl_unet()
-        tokenmerge.apply(self.unet, **OPTIONS, **options)
-
-    @torch.no_grad()
-    def __call__(self, timestep: Any, seed: int = 0) -> Tensor:
-        added = {"text_embeds": tiny.noise(1, tiny.POOLED_WIDTH), "time_ids": torch.zeros(1, 6)}
-        text = tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH)
-        return self.unet(tiny.noise(1, 4, 32, 32, seed=seed), timestep, text, added_cond_kwargs=added).sample
+def test_both_calls_of_true_guidance_are_in_or_out_of_the_window() -> None:
+    pipe = apply(tiny.build("flux"), stop=0.5)
+    assert merged_steps(pipe, steps=4, **true_cfg()) == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize("kind", [float, torch.tensor, lambda value: torch.full((1,), value)])
-def test_a_bare_denoiser_tells_steps_by_their_timesteps(kind: Any) -> None:
-    bare = Bare()
-    for step in range(20):
-        bare(kind(990 - 40 * step))
-    assert counts(bare.unet) == {(2, 4)}
-    # A higher timestep is a new image, an equal one another call of the same step.
-    bare(kind(990))
-    assert counts(bare.unet) == {(3, 5)}
-    bare(kind(990))
-    assert counts(bare.unet) == {(4, 6)}
+def test_unmerged_steps_are_bit_equal_to_the_model_without_merging() -> None:
+    pipe = tiny.build("sdxl")
+    unpatched = tiny.draw(pipe, steps=4)
+    # The window opens after the last step has begun.
+    apply(pipe, start=0.99)
+    assert torch.equal(tiny.draw(pipe, steps=4), unpatched)
+    assert counts(pipe) == (0, 0)
 
 
-def test_calls_without_end_at_one_timestep_keep_no_maps() -> None:
-    bare = Bare()
-    outputs = [bare(500.0, seed=seed) for seed in range(12)]
-    assert counts(bare.unet) == {(12, 12)}
-    history = next(iter(bare.unet._tokenmerge.state.groups[0]._histories.values()))
-    assert len(history.saved) <= 5
-    assert torch.equal(Bare()(500.0, seed=11), outputs[-1])
+@pytest.mark.parametrize(("kind", "sites"), [("sdxl", "component"), ("sdxl", "block"), ("flux", "span")])
+def test_an_interrupted_image_leaves_no_trace_in_the_next(kind: str, sites: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe, steps=12)
+    apply(pipe, sites=sites)
+    expected = tiny.draw(pipe, steps=12)
 
+    def stop(pipe: Any, step: int, timestep: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+        raise InterruptedError if step == 6 else StopIteration
 
-def test_a_bare_denoiser_may_be_given_its_scheduler() -> None:
-    scheduler = EulerDiscreteScheduler()
-    bare = Bare(scheduler=scheduler, start=0.5)
-    state = bare.unet._tokenmerge.state
-    scheduler.set_timesteps(4)
-    sample, seen = torch.zeros(1), []
-    for timestep in scheduler.timesteps:
-        bare(timestep)
-        seen.append(state.mode)
-        sample = scheduler.step(torch.zeros(1), timestep, sample).prev_sample
-    assert seen == ["full", "full", "merged", "merged"]
-    tokenmerge.remove(bare.unet)
-    assert not {"step", "set_timesteps", "set_begin_index"} & set(vars(scheduler))
+    def stop_at_6(pipe: Any, step: int, timestep: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+        if step == 6:
+            raise InterruptedError
+        return values
 
-
-def test_a_window_needs_to_know_the_number_of_steps() -> None:
-    unet = tiny.sdxl_unet()
-    with pytest.raises(TokenMergeError, match="how many steps"):
-        tokenmerge.apply(unet, **OPTIONS, start=0.5)
-    assert "_tokenmerge" not in vars(unet)
-
-
-def test_a_copied_scheduler_is_its_own() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS)
-    pipe.scheduler.set_timesteps(5)
-    copied = copy.deepcopy(pipe.scheduler)
-    copied.set_timesteps(9)
-    assert (len(copied.timesteps), len(pipe.scheduler.timesteps)) == (9, 5)
-    copied.step(torch.zeros(1), copied.timesteps[0], torch.zeros(1))
-    assert (copied.step_index, pipe.scheduler.step_index) == (1, None)
-
-
-def test_two_models_may_share_a_scheduler() -> None:
-    first, second = tiny.build("sdxl"), tiny.build("sdxl")
-    second.scheduler = first.scheduler
-    tokenmerge.apply(first, **OPTIONS)
-    tokenmerge.apply(second, **OPTIONS)
-    tiny.draw(first, steps=6)
-    tokenmerge.remove(first)
-    tiny.draw(second, steps=6)
-    assert counts(second) == {(1, 2)}
-    tokenmerge.remove(second)
-    assert not {"step", "set_timesteps", "set_begin_index"} & set(vars(second.scheduler))
-
-
-def test_somebody_elses_wrapper_over_a_scheduler_survives() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS)
-    ours, calls = pipe.scheduler.step, []
-
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return ours(*args, **kwargs)
-
-    pipe.scheduler.step = theirs
+    for size in ((64, 64), (72, 104)):
+        with pytest.raises(InterruptedError):
+            tiny.draw(pipe, steps=12, size=size, seed=5, callback_on_step_end=stop_at_6)
+        assert torch.equal(tiny.draw(pipe, steps=12), expected)
+    with pytest.raises(InterruptedError):
+        tiny.draw(pipe, steps=12, callback_on_step_end=stop_at_6)
     tokenmerge.remove(pipe)
-    tiny.draw(pipe, steps=3)
-    assert len(calls) == 3
+    assert torch.equal(tiny.draw(pipe, steps=12), unpatched)
+
+
+@pytest.mark.parametrize(("kind", "sites"), [("sdxl", "block"), ("flux", "span")])
+def test_an_error_inside_of_a_block_leaves_no_trace_in_the_next_image(kind: str, sites: str) -> None:
+    pipe = apply(tiny.build(kind), sites=sites)
+    expected = tiny.draw(pipe)
+    *_, last = [
+        module for module in tiny.denoiser_of(pipe).modules() if type(module).__name__.endswith("TransformerBlock")
+    ]
+    handle = last.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny.draw(pipe, seed=5)
+    handle.remove()
+    assert torch.equal(tiny.draw(pipe), expected)
+
+
+def test_guidance_switched_off_on_the_way_selects_for_the_smaller_batch() -> None:
+    pipe = apply(tiny.build("sdxl"))
+
+    def switch_off(pipe: Any, step: int, timestep: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        if step == 3:
+            pipe._guidance_scale = 0.0
+            return {name: value.chunk(2)[-1] for name, value in values.items()}
+        return values
+
+    names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
+    options = {"callback_on_step_end": switch_off, "callback_on_step_end_tensor_inputs": names}
+    assert counted(pipe, steps=8, **options) == (2, 2)
+    assert counted(pipe, steps=8) == (1, 2)
+
+
+def test_a_swapped_scheduler_is_followed_and_the_old_one_left_alone() -> None:
+    pipe = apply(tiny.build("sdxl"))
+    tiny.draw(pipe)
+    old = pipe.scheduler
+    for new in (tiny.ddim(), HeunDiscreteScheduler(beta_schedule="scaled_linear"), old):
+        pipe.scheduler = new
+        expected = tiny.draw(apply(tiny.build("sdxl", scheduler=type(new).from_config(new.config))), steps=20)
+        before = counts(pipe)
+        assert torch.equal(tiny.draw(pipe, steps=20), expected)
+        length = len(new.timesteps)
+        assert counts(pipe) == (before[0] + -(-length // 10), before[1] + -(-length // 5))
+        assert "step" in vars(new)
+        assert "step" not in vars(old) or new is old
+    tokenmerge.remove(pipe)
+    assert not {"set_timesteps", "set_begin_index", "step"} & vars(old).keys()
+
+
+def test_a_scheduler_swapped_in_img2img_keeps_its_window() -> None:
+    pipe = apply(tiny.build("sdxl-img2img"), start=0.6, stop=0.8)
+    merged_steps(pipe, num_inference_steps=20)
+    pipe.scheduler = tiny.euler(timestep_spacing="trailing")
+    assert merged_steps(pipe, num_inference_steps=20) == [2 <= step < 6 for step in range(10)]
+
+
+def test_a_denoiser_that_outlives_its_pipeline_is_still_timed_by_the_scheduler() -> None:
+    pipe = apply(tiny.build("sdxl"), start=0.6, stop=0.8)
+    tiny.draw(pipe)
+    other = StableDiffusionXLImg2ImgPipeline(**pipe.components, add_watermarker=False)
+    other.set_progress_bar_config(disable=True)
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    assert merged_steps(other, num_inference_steps=20) == [2 <= step < 6 for step in range(10)]
+    other.scheduler = tiny.ddim()
+    gc.collect()
+    with pytest.raises(TokenMergeError, match="apply to the pipeline that runs"):
+        tiny.draw(other)
+    apply(other)
+    assert counted(other, num_inference_steps=40) == (2, 4)
+
+
+def unet_inputs(timestep: float, size: tuple[int, int] = (32, 32), seed: int = 0) -> dict[str, Any]:
+    return {
+        "sample": tiny.noise(1, 4, *size, seed=seed),
+        "timestep": timestep,
+        "encoder_hidden_states": tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH, seed=seed + 1),
+        "added_cond_kwargs": {
+            "text_embeds": tiny.noise(1, tiny.POOLED_WIDTH, seed=seed + 2),
+            "time_ids": torch.zeros(1, 6),
+        },
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tensor", [True, False])
+def test_a_bare_denoiser_tells_steps_by_their_timesteps(tensor: bool) -> None:
+    unet = apply(tiny.sdxl_unet(), destinations_every=2, weights_every=1)
+    seen = []
+    # Lower: the next step. Equal: the same step, another call. Higher: another image.
+    for timestep in (900, 800, 700, 900, 900, 800, 950):
+        unet(**unet_inputs(torch.tensor(timestep) if tensor else timestep))
+        seen.append(counts(unet))
+    assert seen == [(1, 1), (1, 2), (2, 3), (3, 4), (4, 5), (4, 6), (5, 7)]
+
+
+@torch.no_grad()
+def test_a_bare_denoiser_serves_two_sizes_in_turn() -> None:
+    both = apply(tiny.sdxl_unet(), sites="block")
+    small, large = (apply(tiny.sdxl_unet(), sites="block") for _ in range(2))
+    for step in range(12):
+        for model, size in ((small, (32, 32)), (large, (40, 48))):
+            inputs = unet_inputs(990 - 10 * step, size, seed=10 * step)
+            assert torch.equal(both(**inputs).sample, model(**inputs).sample), (step, size)
+
+
+def test_a_bare_denoiser_can_be_given_its_scheduler() -> None:
+    pipe = tiny.build("sdxl")
+    apply(pipe.unet, scheduler=pipe.scheduler, start=0.2, stop=0.6)
+    assert merged_steps(pipe, steps=10) == [2 <= step < 6 for step in range(10)]
+    tokenmerge.remove(pipe.unet)
+    assert not {"set_timesteps", "set_begin_index", "step"} & vars(pipe.scheduler).keys()
+
+
+def test_a_window_on_a_bare_denoiser_is_refused() -> None:
+    unet = tiny.sdxl_unet()
+    before = {name: dict(vars(module)) for name, module in unet.named_modules()}
+    with pytest.raises(TokenMergeError, match=r"scheduler=\.\.\."):
+        apply(unet, stop=0.5)
+    assert {name: dict(vars(module)) for name, module in unet.named_modules()} == before
+
+
+@pytest.mark.parametrize("build", [tiny.euler, tiny.ddim, FlowMatchEulerDiscreteScheduler])
+def test_a_copy_of_a_watched_scheduler_is_its_own(build: Any) -> None:
+    pipe = tiny.build("flux" if build is FlowMatchEulerDiscreteScheduler else "sdxl", scheduler=build())
+    apply(pipe)
+    tiny.draw(pipe, steps=6)
+    before, timesteps = counts(pipe), pipe.scheduler.timesteps.clone()
+    clone = copy.deepcopy(copy.deepcopy(pipe.scheduler))
+    clone.set_timesteps(3)
+    noise = tiny.noise(1, 4, 8, 8)
+    for timestep in clone.timesteps:
+        noise = clone.step(noise, timestep, noise).prev_sample
+    assert len(clone.timesteps) == 3
+    assert torch.equal(pipe.scheduler.timesteps, timesteps)
+    assert counts(pipe) == before
+    expected = tiny.draw(
+        apply(tiny.build("flux" if build is FlowMatchEulerDiscreteScheduler else "sdxl", scheduler=build()))
+    )
+    assert torch.equal(tiny.draw(pipe), expected)
+
+
+def test_pipelines_that_share_a_scheduler_do_not_disturb_each_other() -> None:
+    first = tiny.build("sdxl")
+    second = tiny.build("sdxl", scheduler=first.scheduler)
+    apply(first)
+    apply(second)
+    assert counted(first, steps=20) == (2, 4)
+    assert counts(second) == (0, 0)
+    assert counted(second, steps=20) == (2, 4)
+    tokenmerge.remove(first)
+    assert counted(second, steps=20) == (2, 4)
+    tokenmerge.remove(second)
+    assert "step" not in vars(first.scheduler)
 
 
 @pytest.mark.parametrize("selection", ["random", "stochastic"])
-def test_random_selections_are_the_same_for_every_image_and_leave_the_global_generator_alone(selection: str) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS, selection=selection)
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(kind: str, selection: str) -> None:
+    pipe = apply(tiny.build(kind), selection=selection, destinations_every=1)
     before = torch.random.get_rng_state()
     first = pipe(**tiny.call_arguments(pipe, steps=3)).images
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert torch.equal(first, tiny.draw(pipe, steps=3))
-    other = tokenmerge.apply(tiny.build("sdxl"), **OPTIONS, selection=selection, seed=1)
-    assert not torch.equal(first, tiny.draw(other, steps=3))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    tiny.draw(pipe, seed=7, size=(72, 104))
+    assert torch.equal(tiny.draw(pipe, steps=3), first)
+    apply(pipe, selection=selection, destinations_every=1, seed=1)
+    assert not torch.equal(tiny.draw(pipe, steps=3), first)
+
+
+def test_the_last_groups_of_a_model_are_counted_apart() -> None:
+    """A group whose layers do not run is not served: nothing is counted for it."""
+    model: nn.Module = apply(tiny.flux_transformer(), skip_first=0)
+    groups = [group["group"] for group in tokenmerge.summary(model).groups]
+    assert groups == ["joint", "single"]

@@ -199,11 +199,7 @@ class MergeGroup:
             self._made = self._renew(tokens, merge_map, rotary)
         if tables and not self._made.rotary:
             self._made.rotary = True
-            text = rotary[0].shape[0] - merge_map.layout.merged
-            # Text rows come first and stay; a merged token has the position of its destination.
-            for table, gathered in zip(tables, rotary, strict=True):
-                gathered[:text].copy_(table[:text])
-                gathered[text:].copy_(table[text:].index_select(0, merge_map.destinations[0]))
+            ops.gather_rotary(tables, merge_map.destinations[0], rotary)
 
     def _renew(self, tokens: Tensor, merge_map: MergeMap, rotary: list[Tensor]) -> _Record:
         """Do what is due for the map of this call of the step."""
@@ -272,6 +268,11 @@ class MergeState:
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
+            if self.config.schedule.windowed:
+                raise TokenMergeError(
+                    "the scheduler that merging follows is gone, and its window cannot be kept without one; "
+                    "apply to the pipeline that runs"
+                )
             self.clock.follow_timestep(float(call.timestep.flatten()[0]))
         elif self.clock.now[1:] == (0, -1):
             self.clock.begin = self._begin(scheduler, call.timestep)
@@ -290,13 +291,13 @@ class MergeState:
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
         scheduler = self._scheduler()
-        if scheduler is self._watched():
+        # A pipeline may be gone and its denoiser and scheduler live on in another one.
+        if scheduler is None or scheduler is self._watched():
             return
         self._forget_scheduler()
-        self._watched = weakref.ref(scheduler) if scheduler is not None else lambda: None
-        if scheduler is not None:
-            self._stop_watching = watch(scheduler, self)
-            self.timesteps_set(scheduler)
+        self._watched = weakref.ref(scheduler)
+        self._stop_watching = watch(scheduler, self)
+        self.timesteps_set(scheduler)
 
     def close(self) -> None:
         """Merge no more, also where somebody has kept the forward of a site."""

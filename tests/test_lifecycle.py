@@ -1,0 +1,459 @@
+"""Merging comes and goes without a trace, in every order with offload and LoRA, and among other changes to a model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import pickle
+import types
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
+from peft import LoraConfig, get_peft_model_state_dict
+from torch import Tensor, nn
+
+import tiny
+import tokenmerge
+from tokenmerge import TokenMergeError
+
+OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
+FORMS = [("sdxl", "component"), ("sdxl", "block"), ("sd3", "component"), ("flux", "component"), ("flux", "span")]
+
+
+def apply(pipe: Any, **options: Any) -> Any:
+    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+
+
+def snapshot(pipe: Any) -> dict[str, dict[str, Any]]:
+    """Every attribute of the denoiser's modules and of the scheduler, dictionaries one level deep."""
+    owners = dict(tiny.denoiser_of(pipe).named_modules()) | {"scheduler": pipe.scheduler}
+    return {
+        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(owner).items()}
+        for name, owner in owners.items()
+    }
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, dict) and isinstance(second, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, types.MethodType):
+        return first == second
+    return first is second
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_200_cycles_leave_nothing_behind(kind: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe)
+    forms = itertools.cycle(itertools.product(("component", "block"), (0.5, 0.0)))
+    apply(pipe)
+    tiny.draw(pipe)
+    tokenmerge.remove(pipe)
+    before, tensors = snapshot(pipe), live_tensors()
+    states = []
+    for cycle in range(200):
+        sites, ratio = next(forms)
+        apply(pipe, sites=sites, ratio=ratio)
+        states.append(weakref.ref(vars(tiny.denoiser_of(pipe))["_tokenmerge"].state))
+        if cycle % 20 == 0:
+            tiny.draw(pipe, steps=1)
+        tokenmerge.remove(pipe)
+        if cycle % 20 == 0:
+            assert torch.equal(tiny.draw(pipe), unpatched)
+    after = snapshot(pipe)
+    names = {name for name in before if name != "scheduler"}
+    assert all(same(before[name], after[name]) for name in names)
+    # Every image gives the scheduler timesteps of its own.
+    assert list(before["scheduler"]) == list(after["scheduler"])
+    del before, after
+    gc.collect()
+    assert not any(state() is not None for state in states)
+    assert live_tensors() == tensors
+
+
+@pytest.mark.parametrize(("kind", "sites"), FORMS)
+def test_remove_restores_every_attribute(kind: str, sites: str) -> None:
+    pipe = tiny.build(kind)
+    tiny.draw(pipe)
+    before = snapshot(pipe)
+    apply(pipe, sites=sites)
+    assert not same(before, snapshot(pipe))
+    tokenmerge.remove(pipe)
+    assert same(before, snapshot(pipe))
+
+
+def test_a_model_with_merging_is_freed_with_its_pipeline() -> None:
+    pipe = apply(tiny.build("flux"))
+    tiny.draw(pipe)
+    parts = [weakref.ref(pipe), weakref.ref(pipe.transformer), weakref.ref(pipe.scheduler)]
+    del pipe
+    gc.collect()
+    assert [part() for part in parts] == [None, None, None]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_merged_model_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
+    pipe = apply(tiny.build("flux"))
+    with pytest.raises(TokenMergeError, match="remove first"):
+        copied(pipe.transformer)
+    tokenmerge.remove(pipe)
+    copied(pipe.transformer)
+
+
+# Orders. Each change to a pipeline has a way to make it and a way to undo it.
+
+
+@functools.cache
+def lora_weights(kind: str) -> dict[str, Tensor]:
+    denoiser = tiny.denoiser_of(build(kind))
+    denoiser.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q", "attn.to_q", "proj_mlp"]))
+    shapes = {name: weight.shape for name, weight in get_peft_model_state_dict(denoiser).items()}
+    return {name: 0.3 * tiny.noise(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def load_lora(pipe: Any, kind: str) -> None:
+    tiny.denoiser_of(pipe).load_lora_adapter(lora_weights(kind), prefix=None)
+
+
+def offload_models(pipe: Any, folder: Path) -> None:
+    pipe.enable_model_cpu_offload(device="cpu")
+
+
+def offload_weights(pipe: Any, folder: Path) -> None:
+    """What sequential offload does, with the disk for a CPU: its hooks on every module that has weights."""
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module):
+            accelerate.disk_offload(part, folder / type(part).__name__ / name, execution_device=torch.device("cpu"))
+
+
+def offload_groups(pipe: Any, folder: Path) -> None:
+    cpu = torch.device("cpu")
+    tiny.denoiser_of(pipe).enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
+
+
+def stop_offload(pipe: Any) -> None:
+    pipe.remove_all_hooks()
+
+
+def stop_group_offload(pipe: Any) -> None:
+    registry = tiny.denoiser_of(pipe)._diffusers_hook
+    for name in ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"):
+        registry.remove_hook(name, recurse=True)
+
+
+OFFLOADS = {
+    "model": (offload_models, stop_offload),
+    "weights": (offload_weights, stop_offload),
+    "group": (offload_groups, stop_group_offload),
+}
+
+
+def others_hooks(pipe: Any) -> dict[str, Any]:
+    """What accelerate, diffusers and peft have on each module, however the plain forward is spelled."""
+    found = {}
+    for name, module in tiny.denoiser_of(pipe).named_modules():
+        attributes = dict(vars(module))
+        forward = attributes.pop("forward", None)
+        if forward is not None and forward != types.MethodType(type(module).forward, module):
+            attributes["forward"] = forward
+        attributes.pop("_tokenmerge", None)
+        registry = attributes.pop("_diffusers_hook", None)
+        hooks = [] if registry is None else [(hook, type(registry.hooks[hook])) for hook in registry._hook_order]
+        found[name] = (type(module), sorted(attributes), type(attributes.get("forward")), hooks)
+        found[name] += (type(attributes.get("_hf_hook")), len(module._forward_pre_hooks), len(module._forward_hooks))
+    return found
+
+
+def build(kind: str) -> Any:
+    """A pipeline with few blocks, because LoRA takes its time on each."""
+    if kind != "sdxl":
+        return tiny.build(kind)
+    unet = tiny.sdxl_unet(
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=(8, 8),
+        transformer_layers_per_block=(1, 1),
+        attention_head_dim=(1, 2),
+    )
+    return tiny.build(kind, unet=unet)
+
+
+def change(pipe: Any, kind: str, offload: str, step: str, folder: Path) -> None:
+    start, stop = OFFLOADS[offload]
+    if step == "offload":
+        start(pipe, folder)
+    elif step == "undo offload":
+        stop(pipe)
+    elif step == "lora":
+        load_lora(pipe, kind)
+    elif step == "undo lora":
+        tiny.denoiser_of(pipe).unload_lora()
+
+
+@functools.cache
+def hooks_without_merging(kind: str, offload: str, steps: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    pipe = build(kind)
+    for step in steps:
+        change(pipe, kind, offload, step, folder)
+    return others_hooks(pipe)
+
+
+def travel(
+    kind: str, sites: str, offload: str, journey: tuple[str, ...], folder: Path, images: dict[Any, Tensor]
+) -> None:
+    """Make the changes of a journey, then undo them in every order. After each the image must be right, and without
+    merging the hooks of others as if it had never been there."""
+    for back in itertools.permutations(journey):
+        pipe = build(kind)
+        done: list[str] = []
+        for step in (*journey, *(f"undo {each}" for each in back)):
+            if step == "apply":
+                apply(pipe, sites=sites)
+            elif step == "undo apply":
+                tokenmerge.remove(pipe)
+            else:
+                change(pipe, kind, offload, step, folder)
+            done.append(step)
+            present = {each for each in done if f"undo {each}" not in done}
+            image = tiny.draw(pipe, steps=1)
+            assert torch.equal(image, images["lora" in present, "apply" in present]), done
+            if "apply" not in present:
+                without = tuple(each for each in done if "apply" not in each)
+                assert others_hooks(pipe) == hooks_without_merging(kind, offload, without, folder), done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offloaded")
+
+
+@pytest.fixture(scope="module")
+def images() -> dict[Any, dict[Any, Tensor]]:
+    """By form, then by whether there is a LoRA and whether there is merging."""
+    found: dict[Any, dict[Any, Tensor]] = {}
+    for kind, sites in FORMS:
+        found[kind, sites] = {}
+        for lora, merging in itertools.product([False, True], repeat=2):
+            pipe = build(kind)
+            if lora:
+                load_lora(pipe, kind)
+            if merging:
+                apply(pipe, sites=sites)
+            found[kind, sites][lora, merging] = tiny.draw(pipe, steps=1)
+        assert len({image.sum().item() for image in found[kind, sites].values()}) == 4
+    return found
+
+
+@pytest.mark.parametrize("journey", list(itertools.permutations(["apply", "offload", "lora"])), ids="-".join)
+@pytest.mark.parametrize("offload", ["model", "group"])
+@pytest.mark.parametrize(("kind", "sites"), FORMS)
+def test_every_order_of_apply_offload_and_lora(
+    kind: str, sites: str, offload: str, journey: tuple[str, ...], images: dict[Any, Any], folder: Path
+) -> None:
+    travel(kind, sites, offload, journey, folder, images[kind, sites])
+
+
+# LoRA cannot be combined with weights on disk, with or without merging.
+@pytest.mark.parametrize("journey", list(itertools.permutations(["apply", "offload"])), ids="-".join)
+@pytest.mark.parametrize(("kind", "sites"), FORMS)
+def test_every_order_of_apply_and_offload_of_single_weights(
+    kind: str, sites: str, journey: tuple[str, ...], images: dict[Any, Any], folder: Path
+) -> None:
+    travel(kind, sites, "weights", journey, folder, images[kind, sites])
+
+
+@pytest.mark.parametrize("sites", ["component", "block"])
+def test_lora_through_the_pipeline_loads_scales_fuses_and_unloads_while_merged(sites: str) -> None:
+    pipe = build("sdxl")
+    apply(pipe, sites=sites)
+    plain = tiny.draw(pipe)
+    pipe.load_lora_weights({f"unet.{name}": weight for name, weight in lora_weights("sdxl").items()}, "style")
+    loaded = tiny.draw(pipe)
+    pipe.set_adapters("style", 0.5)
+    half = tiny.draw(pipe)
+    assert not torch.equal(loaded, plain)
+    assert not torch.equal(half, loaded)
+    pipe.set_adapters("style", 1.0)
+    pipe.fuse_lora()
+    torch.testing.assert_close(tiny.draw(pipe), loaded, rtol=0, atol=2e-2)
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    torch.testing.assert_close(tiny.draw(pipe), plain, rtol=0, atol=2e-2)
+
+
+def test_a_forward_somebody_else_wrapped_stops_merging_with_remove() -> None:
+    pipe = tiny.build("flux")
+    unpatched = tiny.draw(pipe)
+    apply(pipe, sites="block")
+    merged = tiny.draw(pipe)
+    for block in pipe.transformer.transformer_blocks:
+        inner = block.forward
+        block.forward = functools.wraps(inner)(lambda *args, inner=inner, **kwargs: inner(*args, **kwargs))
+    assert torch.equal(tiny.draw(pipe), merged)
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe), unpatched)
+
+
+# Other features of diffusers.
+
+
+@pytest.mark.parametrize("sites", ["component", "block"])
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_fused_projections_merge_alike(kind: str, sites: str, fused_first: bool) -> None:
+    pipe = tiny.build(kind)
+    expected = tiny.draw(apply(tiny.build(kind), sites=sites))
+    if fused_first:
+        tiny.denoiser_of(pipe).fuse_qkv_projections()
+    apply(pipe, sites=sites)
+    if not fused_first:
+        tiny.denoiser_of(pipe).fuse_qkv_projections()
+    # Rounding differs, and selections may tip: the image is near, not equal.
+    assert (tiny.draw(pipe) - expected).abs().mean() < 0.05
+    selected = tokenmerge.summary(pipe).groups[0]["selected"]
+    assert selected == 1
+
+
+def ip_adapter(unet: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Random weights of an IP-Adapter with 4 image tokens from an embedding of 8."""
+    names = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
+    keys: dict[str, Tensor] = {}
+    # The format numbers processors in the order of the UNet, self-attention included: only the odd ones count.
+    for place, name in enumerate(names):
+        width = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
+        for part, seed in (("to_k_ip", 0), ("to_v_ip", 1)):
+            keys[f"{2 * place + 1}.{part}.weight"] = tiny.noise(width, tiny.TEXT_WIDTH, seed=seed + 2 * place)
+    projection = {
+        "proj.weight": tiny.noise(4 * tiny.TEXT_WIDTH, 8),
+        "proj.bias": torch.zeros(4 * tiny.TEXT_WIDTH),
+        "norm.weight": torch.ones(tiny.TEXT_WIDTH),
+        "norm.bias": torch.zeros(tiny.TEXT_WIDTH),
+    }
+    return {"image_proj": projection, "ip_adapter": keys}
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+def test_unmasked_ip_adapter_works_before_and_after_apply(sites: str) -> None:
+    embeds = [torch.cat([torch.zeros(1, 1, 8), tiny.noise(1, 1, 8)])]
+    images = []
+    for first in (True, False):
+        pipe = tiny.build("sd")
+        weights = ip_adapter(pipe.unet)
+        if first:
+            pipe.unet._load_ip_adapter_weights([weights])
+        apply(pipe, sites=sites)
+        if not first:
+            pipe.unet._load_ip_adapter_weights([weights])
+        images.append(tiny.draw(pipe, ip_adapter_image_embeds=embeds))
+    assert torch.equal(images[0], images[1])
+    assert not torch.equal(images[0], tiny.draw(apply(tiny.build("sd"), sites=sites)))
+
+
+def test_masked_ip_adapter_leaves_cross_attention_whole() -> None:
+    pipe = tiny.build("sd")
+    pipe.unet._load_ip_adapter_weights([ip_adapter(pipe.unet)])
+    options = {
+        "ip_adapter_image_embeds": [torch.cat([torch.zeros(1, 1, 8), tiny.noise(1, 1, 8)])],
+        "cross_attention_kwargs": {"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]},
+    }
+    apply(pipe, sites="component", components=("cross_attention",))
+    masked = tiny.draw(pipe, **options)
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, **options), masked)
+    apply(pipe, sites="component")
+    assert not torch.equal(tiny.draw(pipe, **options), masked)
+
+
+@pytest.mark.parametrize("sites", ["component", "block"])
+def test_first_block_cache_works_on_top_of_merging(sites: str) -> None:
+    pipe = tiny.build("flux")
+    unpatched = tiny.draw(pipe, steps=6)
+    apply(pipe, sites=sites)
+    merged = tiny.draw(pipe, steps=6)
+    # A threshold of 0 never skips, one of 10 always does.
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    assert torch.equal(tiny.draw(pipe, steps=6), merged)
+    pipe.transformer.disable_cache()
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    cached = tiny.draw(pipe, steps=6)
+    assert cached.isfinite().all()
+    assert not torch.equal(cached, merged)
+    pipe.transformer.disable_cache()
+    assert torch.equal(tiny.draw(pipe, steps=6), merged)
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, steps=6), unpatched)
+
+
+def test_mag_cache_works_on_top_of_merging() -> None:
+    pipe = apply(tiny.build("flux"), sites="block")
+    merged = tiny.draw(pipe, steps=6)
+    for skipped in (0, 2):
+        pipe.transformer.enable_cache(
+            MagCacheConfig(
+                threshold=1.0, max_skip_steps=skipped, num_inference_steps=6, mag_ratios=[1.0] * 6, retention_ratio=0.2
+            )
+        )
+        assert torch.equal(tiny.draw(pipe, steps=6), merged) == (skipped == 0)
+        pipe.transformer.disable_cache()
+    assert torch.equal(tiny.draw(pipe, steps=6), merged)
+
+
+def test_caches_that_look_between_blocks_are_refused_with_spans() -> None:
+    pipe = apply(tiny.build("flux"), sites="span")
+    merged = tiny.draw(pipe)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    with pytest.raises(TokenMergeError, match="use sites='block'"):
+        tiny.draw(pipe)
+    pipe.transformer.disable_cache()
+    assert torch.equal(tiny.draw(pipe), merged)
+
+
+@pytest.mark.parametrize("merged_before", [True, False])
+def test_a_cache_that_came_first_is_refused(merged_before: bool) -> None:
+    pipe = tiny.build("flux")
+    if merged_before:
+        apply(pipe)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    before = tiny.draw(pipe), snapshot(pipe)
+    with pytest.raises(TokenMergeError, match="a cache must come after merging"):
+        apply(pipe, ratio=0.75)
+    assert same(before[1], snapshot(pipe))
+    assert torch.equal(tiny.draw(pipe), before[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PyramidAttentionBroadcastConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500),
+        FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500),
+        TaylorSeerCacheConfig(),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_caches_inside_of_blocks_are_refused_when_the_model_is_called(config: Any) -> None:
+    pipe = apply(tiny.build("flux"))
+    merged = tiny.draw(pipe)
+    pipe.transformer.enable_cache(config)
+    with pytest.raises(TokenMergeError, match="stores tensors inside of blocks"):
+        tiny.draw(pipe)
+    pipe.transformer.disable_cache()
+    assert torch.equal(tiny.draw(pipe), merged)
