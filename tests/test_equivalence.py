@@ -67,24 +67,35 @@ class PlainMap:
     def __init__(self, tokens: Tensor, ratio: float, similarity: str, temperature: float, shared: bool) -> None:
         batch, count, _ = tokens.shape
         side = int(count**0.5)
+        self.similarity = similarity
+        self.temperature = temperature
         self.tiles = [
             [row * side + column for row in range(top, top + SIDE) for column in range(left, left + SIDE)]
             for top in range(0, side, SIDE)
             for left in range(0, side, SIDE)
         ]
         keep = round(SIDE * SIDE * (1 - ratio))
-        numbers = tokens.detach().double().numpy()
-        self.spread: list[list[Tensor]] = [[] for _ in range(batch)]  # per sample and tile: [k, n], columns sum to 1
-        self.destinations: list[list[int]] = [[] for _ in range(batch)]
-        for tile in self.tiles:
-            pairs = [plain_similarity(sample[tile], sample[tile], similarity) for sample in numbers]
-            together = plain_selection(pairs, keep) if shared else None
+        self.chosen: list[list[list[int]]] = [[] for _ in range(batch)]  # per sample and tile: places in the tile
+        for pairs in zip(*self.pairs(tokens), strict=True):
+            together = plain_selection(list(pairs), keep) if shared else None
             for sample in range(batch):
-                chosen = together or plain_selection([pairs[sample]], keep)
-                logits = pairs[sample][chosen] / temperature
-                exponentials = np.exp(logits - logits.max(axis=0))
-                self.spread[sample].append(torch.tensor(exponentials / exponentials.sum(axis=0)).float())
-                self.destinations[sample] += [tile[place] for place in chosen]
+                self.chosen[sample].append(together or plain_selection([pairs[sample]], keep))
+        self.weigh(tokens)
+
+    def pairs(self, tokens: Tensor) -> list[list[np.ndarray]]:
+        """Similarities by sample and tile."""
+        numbers = tokens.detach().double().numpy()
+        return [
+            [plain_similarity(sample[tile], sample[tile], self.similarity) for tile in self.tiles] for sample in numbers
+        ]
+
+    def weigh(self, tokens: Tensor) -> None:
+        """Per sample and tile: [k, n], columns sum to 1."""
+        self.spread: list[list[Tensor]] = []
+        for pairs, chosen in zip(self.pairs(tokens), self.chosen, strict=True):
+            logits = [pair[places] / self.temperature for pair, places in zip(pairs, chosen, strict=True)]
+            exponentials = [np.exp(each - each.max(axis=0)) for each in logits]
+            self.spread.append([torch.tensor(each / each.sum(axis=0)).float() for each in exponentials])
 
     def merge(self, tokens: Tensor) -> Tensor:
         samples = []
@@ -105,20 +116,27 @@ class PlainMap:
         return result
 
     def rotary(self, tables: tuple[Tensor, Tensor], text: int) -> tuple[Tensor, ...]:
-        rows = [*range(text), *(text + place for place in self.destinations[0])]
+        places = [tile[place] for tile, chosen in zip(self.tiles, self.chosen[0], strict=True) for place in chosen]
+        rows = [*range(text), *(text + place for place in places)]
         return tuple(table[rows] for table in tables)
 
 
 class PlainMaps:
-    """One map per group and image: two steps are fewer than every refresh interval."""
+    """The map of every group. At each call of the denoiser it is kept, weighed anew or selected anew."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, denoiser: nn.Module, each_call: str = "keep", **options: Any) -> None:
         self.options = options
+        self.each_call = each_call
         self.maps: dict[Any, PlainMap] = {}
+        self.served: set[Any] = set()
+        denoiser.register_forward_pre_hook(lambda *_: self.served.clear())
 
     def of(self, group: Any, tokens: Tensor) -> PlainMap:
-        if group not in self.maps:
+        if group not in self.maps or (group not in self.served and self.each_call == "select"):
             self.maps[group] = PlainMap(tokens, **self.options)
+        elif group not in self.served and self.each_call == "reweigh":
+            self.maps[group].weigh(tokens)
+        self.served.add(group)
         return self.maps[group]
 
 
@@ -279,6 +297,45 @@ SETTINGS = [
 ]
 
 
+def assert_equal_to_plain(
+    kind: str, sites: str, batch: int, setting: dict[str, Any], steps: int = 2, each_call: str = "keep"
+) -> None:
+    plain = tiny.build(kind)
+    maps = PlainMaps(tiny.denoiser_of(plain), each_call, **setting, shared=kind == "flux")
+    merge_plainly(plain, kind, sites, maps)
+    seed, expected = first_without_tie(plain, maps, batch=batch, steps=steps)
+
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe, batch=batch, seed=seed, steps=steps)
+    every = {
+        "keep": {},
+        "reweigh": {"weights_every": 1},
+        "select": {"destinations_every": 1, "weights_every": 1},
+    }
+    tokenmerge.apply(
+        pipe,
+        sites=sites,
+        regions=f"tile:{SIDE}x{SIDE}",
+        levels={"sd": (1, 2), "sdxl": (2, 4)}.get(kind),
+        skip_first=0,
+        **setting,
+        **every[each_call],
+    )
+    merged = tiny.draw(pipe, batch=batch, seed=seed, steps=steps)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
+    assert (merged - unpatched).abs().max() > 0.05
+
+
+def first_without_tie(plain: Any, maps: PlainMaps, **call: Any) -> tuple[int, Tensor]:
+    for seed in range(10):
+        maps.maps.clear()
+        try:
+            return seed, tiny.draw(plain, seed=seed, **call)
+        except Tie:
+            continue
+    raise AssertionError("every seed has a tie")
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["similarity"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("sites", ["component", "block", "span"])
@@ -286,25 +343,11 @@ SETTINGS = [
 def test_merged_pipelines_equal_the_plain_computation(
     kind: str, sites: str, batch: int, setting: dict[str, Any]
 ) -> None:
-    plain = tiny.build(kind)
-    maps = PlainMaps(**setting, shared=kind == "flux")
-    merge_plainly(plain, kind, sites, maps)
-    seed, expected = first_without_tie(plain, maps, batch)
-
-    pipe = tiny.build(kind)
-    unpatched = tiny.draw(pipe, batch=batch, seed=seed)
-    levels = {"sd": (1, 2), "sdxl": (2, 4)}.get(kind)
-    tokenmerge.apply(pipe, sites=sites, regions=f"tile:{SIDE}x{SIDE}", levels=levels, skip_first=0, **setting)
-    merged = tiny.draw(pipe, batch=batch, seed=seed)
-    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
-    assert (merged - unpatched).abs().max() > 0.05
+    assert_equal_to_plain(kind, sites, batch, setting)
 
 
-def first_without_tie(plain: Any, maps: PlainMaps, batch: int) -> tuple[int, Tensor]:
-    for seed in range(10):
-        maps.maps.clear()
-        try:
-            return seed, tiny.draw(plain, batch=batch, seed=seed)
-        except Tie:
-            continue
-    raise AssertionError("every seed has a tie")
+@pytest.mark.parametrize("each_call", ["reweigh", "select"])
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_refreshed_maps_equal_the_plain_computation(kind: str, sites: str, each_call: str) -> None:
+    assert_equal_to_plain(kind, sites, 1, SETTINGS[1], steps=3, each_call=each_call)

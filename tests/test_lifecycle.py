@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
+from traces import attributes, same
 
 OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
 FORMS = [("sdxl", "component"), ("sdxl", "block"), ("sd3", "component"), ("flux", "component"), ("flux", "span")]
@@ -36,23 +37,6 @@ FORMS = [("sdxl", "component"), ("sdxl", "block"), ("sd3", "component"), ("flux"
 
 def apply(pipe: Any, **options: Any) -> Any:
     return tokenmerge.apply(pipe, **{**OPTIONS, **options})
-
-
-def snapshot(pipe: Any) -> dict[str, dict[str, Any]]:
-    """Every attribute of the denoiser's modules and of the scheduler, dictionaries one level deep."""
-    owners = dict(tiny.denoiser_of(pipe).named_modules()) | {"scheduler": pipe.scheduler}
-    return {
-        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(owner).items()}
-        for name, owner in owners.items()
-    }
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, dict) and isinstance(second, dict):
-        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, types.MethodType):
-        return first == second
-    return first is second
 
 
 def live_tensors() -> int:
@@ -68,7 +52,7 @@ def test_200_cycles_leave_nothing_behind(kind: str) -> None:
     apply(pipe)
     tiny.draw(pipe)
     tokenmerge.remove(pipe)
-    before, tensors = snapshot(pipe), live_tensors()
+    before, tensors = attributes(pipe), live_tensors()
     states = []
     for cycle in range(200):
         sites, ratio = next(forms)
@@ -79,7 +63,7 @@ def test_200_cycles_leave_nothing_behind(kind: str) -> None:
         tokenmerge.remove(pipe)
         if cycle % 20 == 0:
             assert torch.equal(tiny.draw(pipe), unpatched)
-    after = snapshot(pipe)
+    after = attributes(pipe)
     names = {name for name in before if name != "scheduler"}
     assert all(same(before[name], after[name]) for name in names)
     # Every image gives the scheduler timesteps of its own.
@@ -94,11 +78,11 @@ def test_200_cycles_leave_nothing_behind(kind: str) -> None:
 def test_remove_restores_every_attribute(kind: str, sites: str) -> None:
     pipe = tiny.build(kind)
     tiny.draw(pipe)
-    before = snapshot(pipe)
+    before = attributes(pipe)
     apply(pipe, sites=sites)
-    assert not same(before, snapshot(pipe))
+    assert not same(before, attributes(pipe))
     tokenmerge.remove(pipe)
-    assert same(before, snapshot(pipe))
+    assert same(before, attributes(pipe))
 
 
 def test_a_model_with_merging_is_freed_with_its_pipeline() -> None:
@@ -433,10 +417,10 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool) -> None:
     if merged_before:
         apply(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    before = tiny.draw(pipe), snapshot(pipe)
+    before = tiny.draw(pipe), attributes(pipe)
     with pytest.raises(TokenMergeError, match="a cache must come after merging"):
         apply(pipe, ratio=0.75)
-    assert same(before[1], snapshot(pipe))
+    assert same(before[1], attributes(pipe))
     assert torch.equal(tiny.draw(pipe), before[0])
 
 

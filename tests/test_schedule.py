@@ -18,7 +18,7 @@ from diffusers import (
     PNDMScheduler,
     StableDiffusionXLImg2ImgPipeline,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 import tiny
 import tokenmerge
@@ -218,9 +218,6 @@ def test_an_interrupted_image_leaves_no_trace_in_the_next(kind: str, sites: str)
     apply(pipe, sites=sites)
     expected = tiny.draw(pipe, steps=12)
 
-    def stop(pipe: Any, step: int, timestep: Tensor, values: dict[str, Any]) -> dict[str, Any]:
-        raise InterruptedError if step == 6 else StopIteration
-
     def stop_at_6(pipe: Any, step: int, timestep: Tensor, values: dict[str, Any]) -> dict[str, Any]:
         if step == 6:
             raise InterruptedError
@@ -359,7 +356,8 @@ def test_a_window_on_a_bare_denoiser_is_refused() -> None:
 
 @pytest.mark.parametrize("build", [tiny.euler, tiny.ddim, FlowMatchEulerDiscreteScheduler])
 def test_a_copy_of_a_watched_scheduler_is_its_own(build: Any) -> None:
-    pipe = tiny.build("flux" if build is FlowMatchEulerDiscreteScheduler else "sdxl", scheduler=build())
+    kind = "flux" if build is FlowMatchEulerDiscreteScheduler else "sdxl"
+    pipe = tiny.build(kind, scheduler=build())
     apply(pipe)
     tiny.draw(pipe, steps=6)
     before, timesteps = counts(pipe), pipe.scheduler.timesteps.clone()
@@ -371,9 +369,7 @@ def test_a_copy_of_a_watched_scheduler_is_its_own(build: Any) -> None:
     assert len(clone.timesteps) == 3
     assert torch.equal(pipe.scheduler.timesteps, timesteps)
     assert counts(pipe) == before
-    expected = tiny.draw(
-        apply(tiny.build("flux" if build is FlowMatchEulerDiscreteScheduler else "sdxl", scheduler=build()))
-    )
+    expected = tiny.draw(apply(tiny.build(kind, scheduler=build())))
     assert torch.equal(tiny.draw(pipe), expected)
 
 
@@ -402,10 +398,3 @@ def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(k
     assert torch.equal(tiny.draw(pipe, steps=3), first)
     apply(pipe, selection=selection, destinations_every=1, seed=1)
     assert not torch.equal(tiny.draw(pipe, steps=3), first)
-
-
-def test_the_last_groups_of_a_model_are_counted_apart() -> None:
-    """A group whose layers do not run is not served: nothing is counted for it."""
-    model: nn.Module = apply(tiny.flux_transformer(), skip_first=0)
-    groups = [group["group"] for group in tokenmerge.summary(model).groups]
-    assert groups == ["joint", "single"]

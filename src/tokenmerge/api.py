@@ -272,7 +272,7 @@ def _check_denoiser(denoiser: nn.Module, block: nn.Module, config: MergeConfig) 
     if getattr(block, "_chunk_size", None) is not None:
         raise TokenMergeError(
             f"chunked feed-forward ({block._chunk_size} at a time) splits what merging joins; "
-            "call disable_forward_chunking() first"
+            "call disable_forward_chunking(), or set_chunk_feed_forward(None) on its blocks, first"
         )
     cache = getattr(denoiser, "_cache_config", None)
     if cache is not None and type(cache).__name__ not in _OUTER_CACHES:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class Ports:
         return tuple(pairs.get(place, value) for place, value in enumerate(output))
 
 
-class Site:
+class Site(ABC):
     """What both kinds of site share: the group's maps, and how to put merged tokens into a call."""
 
     original: Callable[..., Any]  # the forward it stands in for
@@ -82,9 +83,9 @@ class Site:
         self.first = first  # of the modules that a site runs through: merges
         self.last = last  # unmerges
 
+    @abstractmethod
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """Stands in for the forward of a module, and calls `original`."""
-        raise NotImplementedError
 
     @property
     def slot(self) -> Slot:

@@ -63,13 +63,16 @@ def watch(scheduler: Any, listener: Listener) -> Callable[[], None]:
     methods = [_heard(scheduler, method) for method in _EVENTS if hasattr(scheduler, method)]
     for method in methods:
         method.listeners.add(listener)
+    # Whoever keeps `stop` must not keep the scheduler alive.
+    heard = [weakref.ref(method) for method in methods]
     hearer = weakref.ref(listener)
 
     def stop() -> None:
-        for method in methods:
-            method.listeners.discard(hearer())
-            if not method.listeners:
-                method.unwrap()
+        for method in (each() for each in heard):
+            if method is not None:
+                method.listeners.discard(hearer())
+                if not method.listeners:
+                    method.unwrap()
 
     return stop
 
