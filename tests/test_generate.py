@@ -87,7 +87,7 @@ def test_a_picture_and_its_figures(
     ("options", "words"),
     [
         (["--model", "no/such-model"], "bundled name (tiny-flux"),
-        (["--size", "100x100"], "multiples of 8"),
+        (["--size", "101x100"], "multiples of 4"),
         (["--size", "large"], "width x height"),
         (["--steps", "0"], "1 or more"),
         (["--ratio", "1"], "[0, 1)"),

@@ -93,7 +93,9 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     layout = partition.layout
     assert layout.select_regions * layout.select_size == layout.merge_regions * layout.merge_size == grid.count
     assert layout.merge_size % layout.select_size == 0
-    assert layout.select_count == max(1, round(layout.select_size * (1 - ratio)))
+    wished = round(layout.select_size * (1 - ratio))
+    assert layout.select_count == max(1, min(wished, layout.select_size - (ratio > 0)))
+    assert ratio == 0 or grid.count == 1 or layout.merged < grid.count, "a ratio above 0 must remove something"
     assert layout.merge_count * layout.merge_regions == layout.merged <= grid.count
     assert layout == layout_for(grid.count, config), "shapes may depend on the token count alone"
     order = torch.arange(grid.count) if partition.order is None else partition.order

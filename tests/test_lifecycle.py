@@ -248,8 +248,17 @@ def images() -> dict[Any, dict[Any, Tensor]]:
 
 
 @pytest.mark.parametrize("journey", list(itertools.permutations(["apply", "offload", "lora"])), ids="-".join)
-@pytest.mark.parametrize("offload", ["model", "group"])
-@pytest.mark.parametrize(("kind", "sites"), FORMS)
+@pytest.mark.parametrize(
+    ("kind", "sites", "offload"),
+    [
+        ("sdxl", "component", "model"),
+        ("sdxl", "block", "group"),
+        ("sd3", "component", "group"),
+        ("flux", "component", "model"),
+        ("flux", "component", "group"),
+        ("flux", "span", "model"),
+    ],
+)
 def test_every_order_of_apply_offload_and_lora(
     kind: str, sites: str, offload: str, journey: tuple[str, ...], images: dict[Any, Any], folder: Path
 ) -> None:

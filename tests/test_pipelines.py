@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxKontextPipeline, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 import tiny
@@ -359,6 +359,23 @@ def test_a_bare_denoiser_and_its_pipeline_are_the_same_to_apply() -> None:
     apply(pipe)
     assert torch.equal(tiny.draw(pipe), by_denoiser)
     assert str(tokenmerge.summary(pipe)) == str(tokenmerge.summary(pipe.unet))
+
+
+@pytest.mark.parametrize("sites", ["component", "block", "span"])
+def test_reference_images_have_regions_of_their_own(sites: str) -> None:
+    pipe = FluxKontextPipeline(**tiny.build("flux").components)
+    pipe.set_progress_bar_config(disable=True)
+    reference = {"image": tiny.noise(1, 3, 64, 96).sigmoid(), "max_area": 64 * 64, "_auto_resize": False}
+    unpatched = tiny.draw(pipe, **reference)
+    apply(pipe, sites=sites)
+    merged = tiny.draw(pipe, **reference)
+    assert merged.isfinite().all()
+    assert not torch.equal(merged, unpatched)
+    group = tokenmerge.summary(pipe).groups[0]
+    assert (group["grid"], group["tokens"]) == ("16x16 + 16x24", "640 -> 320")
+    assert group["regions"] == "40 tiles of 4x4"
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, **reference), unpatched)
 
 
 @pytest.mark.parametrize("kind", tiny.FAMILIES)

@@ -220,3 +220,33 @@ def test_nan_in_the_tokens_passes_through(kind: str, selection: str) -> None:
         latents.view(-1)[:32] = poison
         assert not tiny.draw(pipe, latents=latents).isfinite().all()
         assert torch.equal(tiny.draw(pipe), expected)
+
+
+def test_caches_put_on_by_function_are_seen_too() -> None:
+    from diffusers.hooks import (
+        FirstBlockCacheConfig,
+        PyramidAttentionBroadcastConfig,
+        apply_first_block_cache,
+        apply_pyramid_attention_broadcast,
+    )
+
+    cached = tiny.build("flux")
+    apply_first_block_cache(cached.transformer, FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(TokenMergeError, match="a cache must come after merging"):
+        apply(cached)
+    pipe = apply(tiny.build("sdxl"), ratio=0.5)
+    broadcast = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+    apply_pyramid_attention_broadcast(pipe.unet, broadcast)
+    with pytest.raises(TokenMergeError, match="stores tensors inside of blocks"):
+        tiny.draw(pipe)
+
+
+def test_reference_images_are_not_merged_into_the_picture() -> None:
+    from tokenmerge.grid import TokenGrid, partition_grids
+
+    grids = (TokenGrid(8, 8), TokenGrid(6, 8))
+    with pytest.raises(TokenMergeError, match="would be merged as one"):
+        partition_grids(grids, MergeConfig(regions="stripe", merge_regions="whole"))
+    assert partition_grids(grids, MergeConfig()).layout.tokens == 112

@@ -398,3 +398,53 @@ def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(k
     assert torch.equal(tiny.draw(pipe, steps=3), first)
     apply(pipe, selection=selection, destinations_every=1, seed=1)
     assert not torch.equal(tiny.draw(pipe, steps=3), first)
+
+
+def test_steps_beyond_the_schedule_merge_like_the_others() -> None:
+    pipe = apply(tiny.build("sdxl"))
+    state = pipe.unet._tokenmerge.state
+    pipe.scheduler.set_timesteps(2)
+    for _ in range(4):
+        state.stepped(pipe.scheduler)
+        assert state.mode == "merged"
+
+
+def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:
+    """As pipelines do that step one scheduler through several views."""
+    pipe = apply(tiny.build("sdxl"))
+    kept = copy.deepcopy(vars(pipe.scheduler))
+    pipe.scheduler.set_timesteps(3)
+    vars(pipe.scheduler).update(kept)
+    assert counted(pipe, steps=6) == (1, 2)
+
+
+def test_leaving_applied_gives_back_the_scheduler_too() -> None:
+    pipe = tiny.build("sdxl")
+    apply(pipe.unet, scheduler=pipe.scheduler, ratio=0.5, start=0.5)
+    with tokenmerge.applied(pipe.unet, ratio=0.25):
+        assert pipe.unet._tokenmerge.plan.config.ratio == 0.25
+    assert pipe.unet._tokenmerge.plan.config.ratio == 0.5
+    assert merged_steps(pipe, steps=4) == [False, False, True, True]
+
+
+def test_selection_and_weights_are_fp32_under_autocast() -> None:
+    made = []
+    for enabled in (False, True):
+        unet = apply(tiny.sdxl_unet())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            unet(**unet_inputs(500))
+            group = unet._tokenmerge.state.groups[0]
+            # Once more from given tokens, since autocast changes those that reach the block.
+            group._served, group._histories = None, {}
+            group.refresh(tiny.noise(1, 256, 8), [], group.slot.map.tensors, [])
+        made.append(group.slot.map.tensors)
+    assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.03])
+def test_a_small_ratio_removes_something(ratio: float) -> None:
+    pipe = apply(tiny.build("sdxl"), ratio=ratio)
+    tiny.draw(pipe)
+    for group in tokenmerge.summary(pipe).groups:
+        before, after = group["tokens"].split(" -> ")
+        assert int(after) < int(before)

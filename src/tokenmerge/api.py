@@ -23,8 +23,10 @@ Model = TypeVar("Model")
 
 # Where `apply` keeps its record, on the denoiser itself so that both live and die together.
 _RECORD = "_tokenmerge"
-# Caches that see whole blocks from outside, and so full tokens. Others store what is inside, where tokens are merged.
-_OUTER_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig")
+# Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
+# inside, where tokens are merged.
+_OUTER_CACHES = ("fbc_", "mag_cache_")
+_INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Applied:
     plan: Plan
     state: MergeState
     installation: Installation
+    scheduler_of: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,9 @@ def apply(
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     config = resolve_config(family, config, preset, options)
-    plan_ = plan_model(denoiser, family, config)
     scheduler_of = _scheduler_source(model, scheduler)
     _check_applicable(denoiser, family, config, scheduler_of())
-    remove(denoiser)
-    if not plan_.merged_sites:
-        setattr(denoiser, _RECORD, _Applied(plan_, MergeState(config, lambda: None), Installation()))
-        return model
-    state = MergeState(config, scheduler_of)
-    installation = Installation()
-    try:
-        _install(denoiser, family, plan_, state, installation)
-    except BaseException:
-        installation.uninstall()
-        state.close()
-        raise
-    setattr(denoiser, _RECORD, _Applied(plan_, state, installation))
+    _apply_plan(denoiser, family, plan_model(denoiser, family, config), scheduler_of)
     return model
 
 
@@ -111,10 +101,10 @@ def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> 
     try:
         yield model
     finally:
-        if before is None:
-            remove(model)
-        else:
-            apply(model, before.plan.config)
+        denoiser = denoiser_of(model)
+        remove(denoiser)
+        if before is not None:
+            _apply_plan(denoiser, family_of(denoiser), before.plan, before.scheduler_of)
 
 
 def plan(
@@ -213,6 +203,24 @@ def resolve_config(
     return base.replace(**options) if options else base
 
 
+def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
+    """Replace what is applied to the denoiser; if that fails, what was applied stays."""
+    before = vars(denoiser).get(_RECORD)
+    remove(denoiser)
+    state = MergeState(plan_.config, scheduler_of if plan_.merged_sites else lambda: None)
+    installation = Installation()
+    try:
+        if plan_.merged_sites:
+            _install(denoiser, family, plan_, state, installation)
+    except BaseException:
+        installation.uninstall()
+        state.close()
+        if before is not None:
+            _apply_plan(denoiser, family, before.plan, before.scheduler_of)
+        raise
+    setattr(denoiser, _RECORD, _Applied(plan_, state, installation, scheduler_of))
+
+
 def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation) -> None:
     groups = {}
     span = Span()
@@ -230,7 +238,12 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             ports = site.block.kind.ports
             block = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
             installation.add(block, site.block.module)
-    state.at_image_start = installation.follow
+
+    def at_image_start() -> None:
+        _check_caches(denoiser, plan_.config)
+        installation.follow()
+
+    state.at_image_start = at_image_start
     installation.observe_calls(denoiser, _Observer(state, family, plan_.merged_sites[0].block.module))
 
 
@@ -246,15 +259,16 @@ class _Observer:
     @torch.compiler.disable
     def __call__(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._family.refuse(self._state.config, args, kwargs)
-        _check_denoiser(denoiser, self._first_block, self._state.config)
+        _check_chunks(self._first_block)
         self._state.enter(self._family.read(denoiser, args, kwargs))
 
 
 def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, scheduler: Any) -> None:
     """Refuse what would not work, before anything is touched."""
-    if getattr(denoiser, "_cache_config", None) is not None:
+    caches = _caches(denoiser)
+    if caches:
         raise TokenMergeError(
-            f"{type(denoiser._cache_config).__name__} is enabled already; a cache must come after merging: "
+            f"a cache ({caches[0]}) is enabled already; a cache must come after merging: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
     if config.schedule.windowed and scheduler is None:
@@ -264,27 +278,38 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
         )
     blocks = family.blocks(denoiser)
     if blocks:
-        _check_denoiser(denoiser, blocks[0].module, config)
+        _check_chunks(blocks[0].module)
 
 
-def _check_denoiser(denoiser: nn.Module, block: nn.Module, config: MergeConfig) -> None:
-    """Refuse settings of the model that can change between calls."""
+def _check_chunks(block: nn.Module) -> None:
+    """Refuse chunked feed-forward, which can be switched on between calls."""
     if getattr(block, "_chunk_size", None) is not None:
         raise TokenMergeError(
             f"chunked feed-forward ({block._chunk_size} at a time) splits what merging joins; "
             "call disable_forward_chunking(), or set_chunk_feed_forward(None) on its blocks, first"
         )
-    cache = getattr(denoiser, "_cache_config", None)
-    if cache is not None and type(cache).__name__ not in _OUTER_CACHES:
-        raise TokenMergeError(
-            f"{type(cache).__name__} stores tensors inside of blocks, where tokens are merged; "
-            f"use {' or '.join(_OUTER_CACHES)}, call disable_cache(), or remove merging"
-        )
-    if cache is not None and config.sites == "span":
-        raise TokenMergeError(
-            f"{type(cache).__name__} compares tokens between blocks, where a span has merged ones; use sites='block', "
-            "or call disable_cache()"
-        )
+
+
+def _caches(denoiser: nn.Module) -> list[str]:
+    """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
+    registries = [vars(module).get("_diffusers_hook") for module in denoiser.modules()]
+    names = dict.fromkeys(name for registry in registries if registry is not None for name in registry.hooks)
+    return [name for name in names if name.startswith(_OUTER_CACHES + _INNER_CACHES)]
+
+
+def _check_caches(denoiser: nn.Module, config: MergeConfig) -> None:
+    """Refuse caches, enabled since `apply`, that merging does not go with."""
+    for name in _caches(denoiser):
+        if name.startswith(_INNER_CACHES):
+            raise TokenMergeError(
+                f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
+                "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
+            )
+        if config.sites == "span":
+            raise TokenMergeError(
+                f"a cache ({name}) compares tokens between blocks, where a span has merged ones; "
+                "use sites='block', or call disable_cache()"
+            )
 
 
 def denoiser_of(model: Any) -> nn.Module:

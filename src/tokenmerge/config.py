@@ -94,7 +94,8 @@ class Schedule:
 
     def merges(self, position: float) -> bool:
         """Whether the step at `position`, its share of the whole schedule in [0, 1), merges."""
-        return self.start <= position < self.stop
+        # A loop may take more steps than its schedule has; without an end to the window they merge like the others.
+        return self.start <= position and (position < self.stop or self.stop == 1.0)
 
     def phase(self, step: int, selected: int | None, weighed: int | None) -> str:
         """What is due at `step`, given the steps of the last selection and weighing of this image: select, reweigh or
@@ -164,7 +165,7 @@ class MergeConfig:
             raise TokenMergeError(f"temperature is {self.temperature}; it must be positive and finite")
         if self.span < 0:
             raise TokenMergeError(f"span is {self.span}; it is a number of blocks, or 0 for as long as possible")
-        if self.levels is not None and any(level < 1 for level in self.levels):
+        if self.levels is not None and any(type(level) is not int or level < 1 for level in self.levels):
             raise TokenMergeError(f"levels is {self.levels}; levels are downsampling factors 1, 2, 4, ...")
         for name in ("skip_first", "skip_last"):
             skip = getattr(self, name)
@@ -186,7 +187,9 @@ class MergeConfig:
         schedule_names = {item.name for item in fields(Schedule)}
         timing = {name: changes.pop(name) for name in list(changes) if name in schedule_names}
         if timing:
-            changes["schedule"] = replace(changes.get("schedule", self.schedule), **timing)
+            schedule = changes.get("schedule", self.schedule)
+            known = schedule if isinstance(schedule, Schedule) else _from_mapping(Schedule, schedule)
+            changes["schedule"] = replace(known, **timing)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

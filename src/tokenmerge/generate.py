@@ -132,7 +132,8 @@ def make_picture(
     pipe, defaults = load_pipeline(model, kind, place)
     changes = dict(changes or {})
     variants = []
-    for ratio in ratios or (changes.pop("ratio", None),):
+    single = changes.pop("ratio", None)
+    for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
         variants.append(Variant(f"{config.method} {config.ratio:g}", config))
     if compile_blocks:
@@ -164,16 +165,17 @@ def _device(name: str | None) -> torch.device:
 def _size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
     """Width and height: as asked, or the model's own."""
     if text is None:
-        own: int = pipe.default_sample_size * pipe.vae_scale_factor
+        latent = getattr(pipe, "default_sample_size", None) or api.denoiser_of(pipe).config["sample_size"]  # type: ignore[index]
+        own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if not match:
         raise TokenMergeError(f"size {text!r} is not understood; write width x height, as in 512x384")
     width, height = int(match[1]), int(match[2])
-    unit = 2 * pipe.vae_scale_factor
-    if min(width, height) < 2 * unit or width % unit or height % unit:
+    unit = pipe.vae_scale_factor
+    if min(width, height) < 4 * unit or width % unit or height % unit:
         raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {2 * unit}"
+            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
         )
     return width, height
 
@@ -270,8 +272,10 @@ def _tokens(pipe: Any) -> str:
     return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
 
 
-def _overlay(pipe: Any, picture: Image.Image) -> Image.Image:
-    """What merged into what at the end, in the group with the most tokens."""
-    group = max(api.token_maps(pipe), key=lambda group: group.grid.count)
+def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:
+    """What merged into what at the end, in the group with the most tokens, if there is one."""
+    group = max(api.token_maps(pipe), key=lambda group: group.grid.count, default=None)
+    if group is None:
+        return None
     scale = max(1, round(16 * group.grid.width / picture.width))
     return overlay_map(picture, group.grid, group.owners, group.regions, scale)

@@ -87,22 +87,28 @@ def region_size(token_count: int, regions: Regions, ratio: float) -> int:
     """
     if regions.kind == "whole":
         return token_count
+    # A region of one token has none to remove.
+    least = 2 if ratio else 1
     if regions.tile:
-        return nearest_divisor(token_count, regions.tile[0] * regions.tile[1])
-    least = min(1.0 / min(ratio, 1.0 - ratio), token_count) if ratio else 1.0
-    return nearest_divisor(token_count, max(token_count / (regions.count or 1), least))
+        return nearest_divisor(token_count, regions.tile[0] * regions.tile[1], least)
+    enough = min(1.0 / min(ratio, 1.0 - ratio), token_count) if ratio else 1.0
+    return nearest_divisor(token_count, max(token_count / (regions.count or 1), enough), least)
 
 
 @lru_cache(maxsize=512)
-def nearest_divisor(number: int, wished: float) -> int:
-    """The divisor of `number` with the smallest |log(divisor / wished)|; the smaller one of a tie."""
+def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
+    """The divisor of `number`, from `least`, with the smallest |log(divisor / wished)|; the smaller one of a tie."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
-    return min(divisors, key=lambda divisor: abs(math.log(divisor / max(wished, 1.0))))
+    return min(
+        (divisor for divisor in divisors if divisor >= min(least, number)),
+        key=lambda divisor: abs(math.log(divisor / max(wished, 1.0))),
+    )
 
 
 def layout_for(token_count: int, config: MergeConfig) -> Layout:
-    """The layout of `token_count` tokens; k = max(1, round(n (1 - ratio))) destinations per selection region."""
+    """The layout of `token_count` tokens: k = round(n (1 - ratio)) destinations per selection region, at least one, and
+    at least one less than tokens, so that a small ratio does not come to nothing in small regions."""
     select_size = region_size(token_count, config.select_in, config.ratio)
     if config.merge_regions is None:
         merge_size = select_size
@@ -112,13 +118,19 @@ def layout_for(token_count: int, config: MergeConfig) -> Layout:
         # A merging region is made of whole selection regions: each must hold the same number of destinations.
         wished = region_size(token_count, config.merge_in, config.ratio) / select_size
         merge_size = select_size * nearest_divisor(token_count // select_size, wished)
-    count = max(1, round(select_size * (1.0 - config.ratio)))
+    most = select_size - 1 if config.ratio else select_size
+    count = max(1, min(most, round(select_size * (1.0 - config.ratio))))
     return Layout(token_count, select_size, count, merge_size)
 
 
 def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
     """Lay the layout over the images of one sequence (more than one for models that take reference images)."""
     layout = layout_for(sum(grid.count for grid in grids), config)
+    if len(grids) > 1 and layout.merge_regions == 1:
+        raise TokenMergeError(
+            f"a sequence of {len(grids)} images ({' + '.join(map(str, grids))} tokens) would be merged as one; "
+            "use regions and merge_regions that are local, such as 'tile:4x4'"
+        )
     select, how = _order(grids, config.select_in, layout.select_size)
     description = f"{layout.select_regions} {how}"
     if layout.merge_size == layout.select_size:
@@ -173,16 +185,15 @@ def _order(grids: tuple[TokenGrid, ...], regions: Regions, size: int) -> tuple[T
     return torch.cat(parts), how
 
 
-def _wished_shape(grid: TokenGrid, regions: Regions, size: int) -> tuple[float, float]:
-    """The tile shape to come near: the asked proportions, or those of the grid, at `size` tokens."""
+def _wished_height(grid: TokenGrid, regions: Regions, size: int) -> float:
+    """The height of tile to come near: of the asked proportions, or square, at `size` tokens."""
     height, width = regions.tile or (1, 1)
-    scale = math.sqrt(size / (height * width))
-    return min(height * scale, grid.height), min(width * scale, grid.width)
+    return min(height * math.sqrt(size / (height * width)), grid.height)
 
 
 def _tile_shape(grid: TokenGrid, regions: Regions, size: int) -> tuple[int, int] | None:
     """The rectangle of `size` tokens that tiles the grid and is nearest to the wished shape, if one is near enough."""
-    wished, _ = _wished_shape(grid, regions, size)
+    wished = _wished_height(grid, regions, size)
     best, best_stretch = None, _MAX_STRETCH
     for height in range(1, min(size, grid.height) + 1):
         if size % height or grid.height % height or grid.width % (size // height):
@@ -204,7 +215,7 @@ def _sweep(grid: TokenGrid, regions: Regions, size: int) -> Tensor:
 
     Equal runs along this curve are compact, and stay so where a run turns into the next band.
     """
-    wished, _ = _wished_shape(grid, regions, size)
+    wished = _wished_height(grid, regions, size)
     bands = max(1, round(grid.height / wished))
     index = torch.arange(grid.count).view(grid.height, grid.width)
     parts = []

@@ -109,6 +109,11 @@ class Site(ABC):
                 f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.token_count} of its grid; "
                 "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
             )
+        if tokens.device != slot.map.merge_weights.device:
+            raise TokenMergeError(
+                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.merge_weights.device}; "
+                "a denoiser spread over devices cannot be merged: put it on one"
+            )
         image = tokens[:, text:] if text else tokens
         refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
         merged = slot.map.merge(image)
@@ -136,8 +141,10 @@ class ComponentSite(Site):
     """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is."""
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell.
-        if self.idle or kwargs.get("ip_adapter_masks") is not None:
+        # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell. Self-attention is
+        # given them too, and ignores them.
+        masked = kwargs.get("ip_adapter_masks") is not None and kwargs.get("encoder_hidden_states") is not None
+        if self.idle or masked:
             return self.original(*args, **kwargs)
         if self.first:
             merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
@@ -181,7 +188,8 @@ class BlockSite(Site):
             self.span.entered = None
         if entered is None:
             raise TokenMergeError(
-                f"{self.name!r} ends a span whose first block did not run; skipped layers need sites='block'"
+                f"{self.name!r} ends a span whose first block did not run; "
+                "skipped layers and gradient checkpointing need sites='block'"
             )
         tokens, merged = entered
         (left,) = self.ports.outgoing(output)

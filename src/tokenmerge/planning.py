@@ -152,7 +152,7 @@ def skip_reasons(sites: Iterable[PlannedSite]) -> dict[str, int]:
 def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: DenoiserCall | None = None) -> Plan:
     """The plan for a denoiser; with the call that an image of some size leads to, also its groups and costs."""
     blocks = family.blocks(denoiser)
-    if config.levels is not None and all(block.level == 0 for block in blocks) and family.name != "unet":
+    if config.levels is not None and family.name != "unet":
         raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
     skipped = _skipped_blocks(blocks, config)
     list_sites = _component_sites if config.sites == "component" else _block_sites

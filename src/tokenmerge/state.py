@@ -192,6 +192,11 @@ class MergeGroup:
         tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
         (of the map) and `rotary` (of the merged sequence) are overwritten in place.
         """
+        # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
+        with torch.autocast(tokens.device.type, enabled=False):
+            self._refresh(tokens, tables, tensors, rotary)
+
+    def _refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
         ops, _ = backend_for(self._config.backend, tokens.device)
         merge_map = MergeMap.over(layout_for(tokens.shape[1], self._config), ops, tensors)
         if self._served != self._clock.now:
@@ -284,9 +289,18 @@ class MergeState:
             if call.ids is None:
                 group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
             # Reading ids waits for the device, so only once per image.
-            elif self.clock.now[1:] == (0, 0) or sum(grid.count for grid in group.grids) != call.tokens:
+            elif (
+                self.clock.now[1:] == (0, 0)
+                or self.clock.call >= _MAX_CALLS
+                or sum(grid.count for grid in group.grids) != call.tokens
+            ):
                 group.grids = grids_of_ids(call.ids)
             group.enter(call)
+        if all(group.slot and group.slot.map.merged_count == group.slot.map.token_count for group in self.groups):
+            raise TokenMergeError(
+                f"at this size ratio {self.config.ratio} removes no token in regions {self.config.regions!r}; "
+                "use larger regions or a larger image, or remove merging"
+            )
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""

@@ -44,7 +44,10 @@ class _Heard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copied scheduler steps itself, unheard, and not the one it was copied from.
-        copied = memo[id(self._scheduler())]
+        copied = memo.get(id(self._scheduler()))
+        if copied is None:
+            # Only the attributes are copied, to be put back later.
+            return self
         return types.MethodType(getattr(type(copied), self.method), copied)
 
     def unwrap(self) -> None:
