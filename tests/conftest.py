@@ -1,9 +1,16 @@
-"""One thread per worker: the models are tiny, and workers share few cores."""
+"""One thread per worker, since the models are tiny and workers share few cores; and compiled code of one's own."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import torch
 
 torch.set_num_threads(1)
 # Inductor's pool of compiling processes costs more than it saves on tiny graphs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Its cache is shared by all processes of a user, and a file that one of them was killed over breaks the others.
+_cache = tempfile.mkdtemp(prefix="tokenmerge-inductor-")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
