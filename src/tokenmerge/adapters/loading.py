@@ -38,8 +38,10 @@ def bundled_models() -> tuple[str, ...]:
 
 def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
     """A pipeline by bundled name, folder or hub id, and how to call it."""
-    from transformers.utils import logging
-
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise TokenMergeError("text encoders need transformers: pip install tokenmerge[generate]") from error
     # Its advice on packages for images is not about these pipelines.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
