@@ -25,14 +25,7 @@ def fresh_compiler() -> Iterator[None]:
 def build(kind: str, how: str = "regional") -> Any:
     """As few blocks as show the sharing of graphs: two or more of every class, or one where the model is one graph."""
     if kind == "sdxl":
-        unet = tiny.sdxl_unet(
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            block_out_channels=(8, 8),
-            transformer_layers_per_block=(1, 1),
-            attention_head_dim=(1, 2),
-        )
-        return tiny.build(kind, unet=unet)
+        return tiny.build(kind, unet=tiny.short_sdxl_unet())
     if kind == "sd3":
         return tiny.build(kind, transformer=tiny.sd3_transformer(num_layers=3, dual_attention_layers=()))
     blocks = 2 if how == "regional" else 1

@@ -22,15 +22,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-
-from tokenmerge import MergeConfig, TokenMergeError, ops  # noqa: E402
-from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions  # noqa: E402
-from tokenmerge.mergemap import MergeMap  # noqa: E402
-from tokenmerge.methods import method_for  # noqa: E402
-from tokenmerge.ops import backend_for, kernels, reference  # noqa: E402
+from tokenmerge import MergeConfig, TokenMergeError, ops
+from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
+from tokenmerge.mergemap import MergeMap
+from tokenmerge.methods import method_for
+from tokenmerge.ops import backend_for, kernels, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -512,7 +511,6 @@ def test_a_graph_of_kernels_replays() -> None:
 def test_the_benchmark_runs_and_refuses_wrong_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tomesd")
     spec = importlib.util.spec_from_file_location("ops_benchmark", Path(__file__).parents[1] / "benchmarks" / "ops.py")
     assert spec is not None
     assert spec.loader is not None

@@ -171,14 +171,7 @@ def build(kind: str) -> Any:
     """A pipeline with few blocks, because LoRA takes its time on each."""
     if kind != "sdxl":
         return tiny.build(kind)
-    unet = tiny.sdxl_unet(
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        block_out_channels=(8, 8),
-        transformer_layers_per_block=(1, 1),
-        attention_head_dim=(1, 2),
-    )
-    return tiny.build(kind, unet=unet)
+    return tiny.build(kind, unet=tiny.short_sdxl_unet())
 
 
 def change(pipe: Any, kind: str, offload: str, step: str, folder: Path) -> None:

@@ -92,6 +92,17 @@ def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
     return _seeded(lambda: UNet2DConditionModel(**{**config, **changes}))
 
 
+def short_sdxl_unet() -> UNet2DConditionModel:
+    """The same with one level of attention and as few blocks as show what happens between blocks."""
+    return sdxl_unet(
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=(8, 8),
+        transformer_layers_per_block=(1, 1),
+        attention_head_dim=(1, 2),
+    )
+
+
 _SD3_CONFIG = {
     "sample_size": 32,
     "patch_size": 2,
