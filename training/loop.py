@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser, out: str, lr: float) -> None:
     parser.add_argument("--ema", type=float, default=0.9993)
     parser.add_argument("--batch", type=int, default=256, help="images of 256 px; a quarter as many of 512 px")
     parser.add_argument("--large-share", type=float, default=0.0, help="share of steps at 512 px")
+    parser.add_argument("--large-after", type=float, default=0.0, help="share of the time that is 256 px alone")
     parser.add_argument("--views", type=int, default=8, help="views per photograph: two whole ones, the rest crops")
     parser.add_argument("--whole-share", type=float, default=0.6, help="share of uncropped photographs")
     parser.add_argument("--captions", type=int, default=48, help="captions per flower")
@@ -101,8 +102,11 @@ def fit(
 
     def save() -> None:
         average.swap()
-        history.append({"minutes": clock.elapsed / 60, "steps": clock.steps, "held_back_loss": held_back_loss()})
+        # Uncompiled: a batch of another size without gradients would be compiled for one short use.
+        with torch.compiler.set_stance("force_eager"):
+            judged = held_back_loss()
         average.swap()
+        history.append({"minutes": clock.elapsed / 60, "steps": clock.steps, "held_back_loss": judged})
         print(f"{name} saved: {history[-1]}", flush=True)
         save_weights(average.state(), args.out, name)
         (args.out / f"{name}.json").write_text(json.dumps(history))
@@ -110,7 +114,8 @@ def fit(
     recent = torch.zeros((), device=device)
     images, since = 0, 0.0
     while clock.running():
-        size = 512 if torch.rand((), generator=dice).item() < args.large_share else 256
+        mixed = clock.elapsed >= args.large_after * 60 * args.minutes
+        size = 512 if mixed and torch.rand((), generator=dice).item() < args.large_share else 256
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             value = loss(size, generator)
         value.backward()

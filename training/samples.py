@@ -26,6 +26,7 @@ CAPTION_HEIGHT = 18
 
 
 def load_pipeline(folder: Path, device: str, dtype: torch.dtype) -> DiffusionPipeline:
+    torch.set_float32_matmul_precision("high")  # TF32 where there is a GPU
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
