@@ -134,6 +134,7 @@ def summary(model: Any) -> Summary:
         return Summary(None)
     groups = []
     for group in record.state.groups:
+        group.settle()
         partition = group.partition
         groups.append(
             {
