@@ -18,6 +18,8 @@ LAYERS = [
     ["__init__"],
     ["generate"],
     ["api"],
+    ["compiling"],
+    ["graphs"],
     ["planning"],
     ["adapters"],
     ["hooks"],

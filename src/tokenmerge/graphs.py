@@ -73,12 +73,12 @@ class GraphedForward:
         self._before = vars(denoiser).get("forward")
         self._original = denoiser.forward
         self._pool: Any = None
-        self._state: tuple[int, ...] | None = None
+        self._state: tuple[Any, ...] = ()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
         self._forward = types.MethodType(GraphedForward.run, self)
-        denoiser.forward = self._forward  # type: ignore[method-assign]
+        denoiser.forward = self._forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TokenMergeError("a model cannot be copied while it replays CUDA graphs; call uncompile first")
@@ -97,13 +97,11 @@ class GraphedForward:
 
     def undo(self) -> None:
         if vars(self._denoiser).get("forward") is not self._forward:
-            raise TokenMergeError(
-                "the denoiser's forward was replaced after compile; undo that first (for example remove_hook_from_module)"
-            )
+            raise TokenMergeError("the denoiser's forward was replaced after compile; undo that first, then uncompile")
         if self._before is None:
             del self._denoiser.forward
         else:
-            self._denoiser.forward = self._before  # type: ignore[method-assign]
+            self._denoiser.forward = self._before
         self._recordings.clear()
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -190,21 +188,22 @@ class GraphedForward:
             self._seen.clear()
 
 
-def _state_of(denoiser: nn.Module) -> Iterator[int]:
+def _state_of(denoiser: nn.Module) -> Iterator[Any]:
+    """Everything whose exchange would change a call: the objects themselves, so that none is taken for a dead one."""
     # By hand: `nn.Module.modules` takes several times as long, and this runs at every call.
     stack = list(denoiser._modules.values())
     while stack:
         module = stack.pop()
         if module is None:
             continue
-        yield id(module)
+        yield module
         for parameter in module._parameters.values():
             if parameter is not None:
                 yield parameter.data_ptr()
         values = module.__dict__
         for name in _SETTINGS:
             if name in values:
-                yield id(values[name])
+                yield values[name]
         if "scaling" in values and isinstance(values["scaling"], dict):
-            yield hash(tuple(values["scaling"].values()))
+            yield tuple(values["scaling"].values())
         stack.extend(module._modules.values())

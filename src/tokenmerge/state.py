@@ -23,6 +23,8 @@ from .methods import method_for
 from .ops import backend_for
 from .watch import watch
 
+# Where `apply` keeps its record, on the denoiser itself so that both live and die together.
+RECORD = "_tokenmerge"
 # Denoiser calls within one step that keep maps of their own (guidance makes two or three). Later ones select anew.
 _MAX_CALLS = 4
 # Sizes of image whose maps stay allocated.
@@ -273,7 +275,7 @@ class MergeGroup:
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for calls in which this group does the same work on the same tensors; None where it draws numbers."""
         due = self._due
-        assert due is not None and self.slot is not None
+        assert due is not None
         if due.phase != "reuse" and self._method.draws(self._config):
             return None
         return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
