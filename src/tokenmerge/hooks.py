@@ -193,7 +193,7 @@ class BlockSite(Site):
             )
         tokens, merged = entered
         (left,) = self.ports.outgoing(output)
-        return self.ports.replaced(output, [self.slot.map.unmerge(left - merged, residual=tokens)])
+        return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged)])
 
 
 class _Placed:
