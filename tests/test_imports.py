@@ -16,7 +16,7 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
-    ["generate"],
+    ["generate", "bench"],
     ["api"],
     ["compiling"],
     ["graphs"],

@@ -72,6 +72,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(plan)
     plan.set_defaults(run=_plan)
 
+    bench = commands.add_parser(
+        "bench",
+        help="time a denoiser with and without merging",
+        description="Latency by phase and over a whole schedule, launches and peak memory of a denoiser: as it is, "
+        "merged by each preset and ratio, and the bound of linear merging. Prints Markdown tables.",
+    )
+    names = "sdxl-random, flux-random, sd35-random"
+    bench.add_argument("--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights")
+    bench.add_argument("--presets", type=_parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
+    bench.add_argument("--ratios", type=_parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
+    bench.add_argument("--sizes", type=_parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
+    bench.add_argument("--batches", type=_parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
+    bench.add_argument(
+        "--modes", type=_parse_as(tuple[str, ...]), default=("eager",), help="eager,graph,compiled,compiled+graph"
+    )
+    bench.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
+    bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
+    bench.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
+    bench.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
+    bench.add_argument("--out", metavar="FILE", help="append JSON lines")
+    bench.add_argument("--table", metavar="FILE", help="print the tables of a finished run and stop")
+    bench.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    bench.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    bench.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the model's usual)")
+    _add_config_options(bench, without=("ratio", "preset"))
+    bench.set_defaults(run=_bench)
+
     listing = commands.add_parser("presets", help="list the named presets")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_presets)
@@ -124,6 +151,34 @@ def _generate(options: argparse.Namespace) -> None:
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
 
 
+def _bench(options: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from . import bench
+    from .generate import best_device, parse_size
+
+    if options.table:
+        print(bench.report(bench.read(Path(options.table))))
+        return
+    records = bench.run(
+        options.model,
+        sizes=[parse_size(size) for size in options.sizes],
+        batches=options.batches,
+        modes=options.modes,
+        presets=options.presets,
+        ratios=options.ratios,
+        changes=_config_options(options, without=("ratio",)),
+        steps=options.steps,
+        warmups=options.warmups,
+        repeats=options.repeats,
+        loops=options.loops,
+        device=best_device(options.device),
+        dtype=options.dtype,
+        out=Path(options.out) if options.out else None,
+    )
+    print(json.dumps(records, indent=2) if options.json else bench.report(records))
+
+
 def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({name: config.to_dict() for name, config in presets().items()}, indent=2))
@@ -145,7 +200,8 @@ def _config_fields() -> dict[str, Any]:
 
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
-    group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
+    if "preset" not in without:
+        group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
     for name, hint in _config_fields().items():
         if name not in without:
             group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))

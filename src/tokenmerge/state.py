@@ -281,6 +281,12 @@ class MergeGroup:
         return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
 
     @property
+    def phase(self) -> str:
+        """What is due in this call: select, reweigh or reuse."""
+        assert self._due is not None
+        return self._due.phase
+
+    @property
     def done(self) -> tuple[bool, bool]:
         """Whether this call has renewed maps and rotary tables."""
         assert self._due is not None
@@ -353,6 +359,12 @@ class MergeState:
                 f"at this size ratio {self.config.ratio} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
+
+    @property
+    def phase(self) -> str:
+        """What the call that was entered last does: full, reuse, reweigh or select."""
+        phases = [group.phase for group in self.groups]
+        return max(phases, key=("reuse", "reweigh", "select").index) if self.mode == "merged" else "full"
 
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""

@@ -54,6 +54,7 @@ class Family:
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
+    example: Callable[[Any, int, int, int], dict[str, Any]]  # random arguments for a batch of height x width latents
     shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
     span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
@@ -89,3 +90,10 @@ class Family:
 
 def as_tensor(timestep: Any) -> Tensor:
     return timestep if isinstance(timestep, Tensor) else torch.tensor(timestep, dtype=torch.float64)
+
+
+def noise(denoiser: nn.Module, *shape: int) -> Tensor:
+    """Random input for a denoiser, in its dtype and on its device."""
+    parameter = next(denoiser.parameters())
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype)

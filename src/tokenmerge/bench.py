@@ -1,0 +1,333 @@
+"""Latency, launches and memory of a denoiser, by phase and over a whole schedule, with and without merging.
+
+A denoising loop makes few kinds of call: those that select, that only weigh, that reuse maps, and unmerged ones. Each
+kind is timed many times, and the medians are summed as often as a schedule has them: the time of all steps, selection
+and weights included, without running every step again and again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from . import api
+from .adapters import family_of
+from .adapters.loading import load_denoiser
+from .compiling import compile, uncompile
+from .config import MergeConfig, Schedule, TokenMergeError
+from .measure import Stopwatch, environment, timed
+from .tables import markdown
+
+MODES = ("eager", "graph", "compiled", "compiled+graph")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a comparison; without a config the denoiser as it is."""
+
+    label: str
+    config: MergeConfig | None = None
+
+
+class _Loop:
+    """Stands for the scheduler that drives a denoiser: merging hears its steps, and it may skip some."""
+
+    def __init__(self, steps: int) -> None:
+        self.timesteps = list(range(steps, 0, -1))
+        self.begin_index = 0
+
+    def set_timesteps(self) -> None:
+        """Begin an image."""
+
+    def step(self) -> None:
+        """End a step."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of one comparison share."""
+
+    model: str
+    width: int
+    height: int
+    batch: int
+    mode: str
+    steps: int
+    warmups: int
+    repeats: int
+    loops: int  # whole schedules to run from end to end as well
+
+
+def phases_of(schedule: Schedule, steps: int) -> list[str]:
+    """The phase of every step of an image."""
+    phases = []
+    selected = weighed = None
+    for step in range(steps):
+        phase = schedule.phase(step, selected, weighed) if schedule.merges(step / steps) else "full"
+        selected = step if phase == "select" else selected
+        weighed = step if phase in ("select", "reweigh") else weighed
+        phases.append(phase)
+    return phases
+
+
+def measure_candidate(
+    denoiser: nn.Module, arguments: dict[str, Any], candidate: Candidate, setting: Setting
+) -> dict[str, Any]:
+    """One record: milliseconds by phase and over the schedule, launches of a call, peak memory."""
+    device = next(denoiser.parameters()).device
+    loop = _Loop(setting.steps)
+    api.remove(denoiser)
+    uncompile(denoiser)
+    torch.compiler.reset()
+    _free(device)
+
+    def call() -> None:
+        with torch.inference_mode():
+            denoiser(**arguments, return_dict=False)
+
+    phases = ["full"] * setting.steps
+    try:
+        if candidate.config is not None:
+            api.apply(denoiser, candidate.config, scheduler=loop)
+            phases = phases_of(candidate.config.schedule, setting.steps)
+        launches = None
+        if setting.mode != "eager":
+            compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _, first = timed(call, device)
+        times = _time_phases(loop, call, phases, device, setting)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
+        backends = [group["backend"] for group in api.summary(denoiser).groups]
+        compiled = api.summary(denoiser).compiled
+        if device.type == "cuda" and "graph" not in setting.mode:
+            launches = _launches(call)
+    finally:
+        uncompile(denoiser)
+        api.remove(denoiser)
+    counts = _counts(candidate, phases)
+    return {
+        "label": candidate.label,
+        **vars(setting),
+        "config": candidate.config.to_dict() if candidate.config is not None else None,
+        "phases": {phase: {**_spread(times[phase]), "steps": counts[phase]} for phase in times},
+        "schedule_ms": sum(statistics.median(times[phase]) * count for phase, count in counts.items()),
+        "loop_ms": [round(seconds * 1e3, 3) for seconds in whole],
+        "first_call_s": round(first, 3),
+        "launches": launches,
+        "peak_bytes": peak,
+        "backend": backends[0] if backends else None,
+        "compiled": compiled,
+        "environment": environment(device),
+    }
+
+
+def _counts(candidate: Candidate, phases: list[str]) -> Counter[str]:
+    """How often a schedule has each phase. The bound has no refresh: its maps cost nothing by definition."""
+    counts = Counter(phases)
+    if candidate.config is not None and candidate.config.method == "lower-bound":
+        counts = Counter({"reuse": counts.total() - counts["full"], "full": counts["full"]})
+    return +counts
+
+
+def _time_phases(
+    loop: _Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
+) -> dict[str, list[float]]:
+    """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
+    visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
+    watches = {phase: Stopwatch(device) for phase in visited.values()}
+    for turn in range(setting.warmups + setting.repeats):
+        if turn == setting.warmups:
+            watches = {phase: Stopwatch(device) for phase in visited.values()}
+        loop.set_timesteps()
+        for step in range(max(visited) + 1):
+            if step in visited:
+                watches[visited[step]].lap(call)
+            loop.step()
+    return {phase: watch.milliseconds() for phase, watch in watches.items()}
+
+
+def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
+    def run() -> None:
+        loop.set_timesteps()
+        for _ in range(steps):
+            call()
+            loop.step()
+
+    return timed(run, device)[1]
+
+
+def _launches(call: Callable[[], None]) -> int:
+    """Kernels, copies and fills of one call that renews nothing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiled.events())
+
+
+def _spread(times: list[float]) -> dict[str, float | int]:
+    ordered = sorted(times)
+    tail = len(ordered) // 10
+    return {
+        "ms": statistics.median(ordered),
+        "low_ms": ordered[tail],
+        "high_ms": ordered[-1 - tail],
+        "repeats": len(ordered),
+    }
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def candidates_for(denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float]) -> list[Candidate]:
+    """The denoiser as it is; then for every ratio each preset, and the bound of linear merging at the same sites."""
+    found = [Candidate("unpatched")]
+    for ratio in ratios:
+        for preset in presets:
+            config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio)
+            bound = config.replace(method="lower-bound", selection="facility-location", unmerge="transpose")
+            for label, each in ((f"lower-bound of {preset}", bound), (preset, config)):
+                found.append(Candidate(f"{label} {ratio:g}", each))
+    return found
+
+
+def run(
+    model: str,
+    *,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    modes: Sequence[str],
+    presets: Sequence[str],
+    ratios: Sequence[float],
+    changes: dict[str, Any],
+    steps: int = 50,
+    warmups: int = 5,
+    repeats: int = 20,
+    loops: int = 0,
+    device: torch.device,
+    dtype: str | None = None,
+    out: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Measure every size, batch and mode; records are appended to `out` as they are made."""
+    for mode in modes:
+        if mode not in MODES:
+            raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
+        if "graph" in mode and device.type != "cuda":
+            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
+    denoiser, scale = load_denoiser(model, dtype, device)
+    candidates = [
+        Candidate(each.label, each.config.replace(**changes) if each.config is not None and changes else each.config)
+        for each in candidates_for(denoiser, presets, ratios)
+    ]
+    settings = [
+        Setting(model, width, height, batch, mode, steps, warmups, repeats, loops)
+        for width, height in sizes
+        for batch in batches
+        for mode in modes
+    ]
+    records = []
+    with tqdm(total=len(settings) * len(candidates), unit="row", leave=False) as progress:
+        for setting in settings:
+            family = family_of(denoiser)
+            arguments = family.example(denoiser, setting.batch, setting.height // scale, setting.width // scale)
+            for candidate in candidates:
+                progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
+                try:
+                    record = measure_candidate(denoiser, arguments, candidate, setting)
+                except torch.OutOfMemoryError as error:
+                    raise TokenMergeError(
+                        f"{device} has too little memory for {model} at {setting.width}x{setting.height}, batch "
+                        f"{setting.batch}; use a smaller size or batch"
+                        + (f" (what was measured is in {out})" if out else "")
+                    ) from error
+                records.append(record)
+                if out is not None:
+                    with out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
+                progress.update()
+    return records
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def report(records: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table of each comparison, with advice where merging did not pay."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
+        groups.setdefault(key, []).append(record)
+    parts = []
+    for (model, width, height, batch, mode, steps), rows in groups.items():
+        where = rows[0]["environment"]
+        parts.append(
+            f"**{model}, {width}x{height}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
+            f"torch {where['torch']}\n\n{_table(rows)}"
+        )
+        if any(speed_up(row, rows) < 1 for row in rows):
+            parts.append(_advice(mode))
+    return "\n\n".join(parts)
+
+
+def _advice(mode: str) -> str:
+    lead = "Below 1.00x merging costs more than it saves here: "
+    if mode == "eager":
+        return lead + "the device waits for launches. Use `tokenmerge.compile(pipe)`, a larger batch or a larger image."
+    return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase", "launches", "peak GiB"]
+    return markdown(header, list(_lines(rows)))
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    bounds = {
+        _bound_key(row["config"]): row for row in rows if row["config"] and row["config"]["method"] == "lower-bound"
+    }
+    for row in rows:
+        bound = bounds.get(_bound_key(row["config"])) if row["config"] else None
+        over = f"{100 * (row['schedule_ms'] / bound['schedule_ms'] - 1):+.1f} %" if bound not in (None, row) else ""
+        phases = ", ".join(
+            f"{phase} {timed['ms']:.2f} ({timed['low_ms']:.2f}-{timed['high_ms']:.2f})"
+            for phase, timed in row["phases"].items()
+            if timed["steps"]
+        )
+        yield [
+            row["label"],
+            f"{row['schedule_ms']:.0f}",
+            f"{speed_up(row, rows):.2f}x",
+            over,
+            phases,
+            str(row["launches"] or ""),
+            f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "",
+        ]
+
+
+def speed_up(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
+    """Of a row over the unpatched one of the same comparison."""
+    (plain,) = (each for each in rows if each["config"] is None)
+    return float(plain["schedule_ms"] / row["schedule_ms"])
+
+
+def _bound_key(config: dict[str, Any]) -> str:
+    """What a method shares with its bound: where it merges, and how much."""
+    names = ("ratio", "regions", "merge_regions", "sites", "components", "levels", "skip_first", "skip_last")
+    return json.dumps({name: config.get(name) for name in names})
