@@ -546,13 +546,10 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(ops, "_AUTO_KERNELS", True)
     for capability, expected in (((7, 5), reference), ((9, 0), kernels)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         ops._obstacle.cache_clear()
         assert backend_for("auto", device)[0] is expected
-    monkeypatch.setattr(ops, "_AUTO_KERNELS", False)
-    assert backend_for("auto", device)[0] is reference
     ops._obstacle.cache_clear()
 
 
