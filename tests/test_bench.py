@@ -63,13 +63,26 @@ ARGUMENTS = ["--sizes", "64x64,64x96", "--warmups", "1", "--repeats", "2", "--st
 
 def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.jsonl"
-    arguments = ["bench", "--model", "tiny-flux", *ARGUMENTS, "--loops", "1", "--skip-first", "0", "--out", str(out)]
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-flux",
+        *ARGUMENTS,
+        "--loops",
+        "1",
+        "--rounds",
+        "2",
+        "--skip-first",
+        "0",
+        "--out",
+        str(out),
+    ]
     assert main([*arguments, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     records = bench.read(out)
     labels = ["unpatched", "lower-bound of default 0.5", "default 0.5"]
     labels += ["lower-bound of default 0.75", "default 0.75"]
-    assert [record["label"] for record in records] == labels * 2
+    assert [record["label"] for record in records] == (labels + labels[::-1]) * 2
     assert all(label in printed for label in labels)
     for record in records:
         _check(record)
@@ -78,14 +91,28 @@ def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def _check(record: dict[str, Any]) -> None:
-    total = sum(phase["ms"] * phase["steps"] for phase in record["phases"].values())
-    assert record["schedule_ms"] == pytest.approx(total)
-    assert sum(phase["steps"] for phase in record["phases"].values()) == 12
-    assert all(phase["repeats"] == 2 for phase in record["phases"].values())
+    assert sum(record["steps_by_phase"].values()) == 12
+    assert record["laps_ms"].keys() == record["steps_by_phase"].keys()
+    assert all(len(laps) == 2 for laps in record["laps_ms"].values())
     assert len(record["loop_ms"]) == 1
     assert record["environment"]["torch"] == torch.__version__
     if record["config"]:
         assert record["config"]["skip_first"] == 0
+
+
+def test_rounds_are_pooled_and_medians_summed() -> None:
+    records = [
+        {"label": label, "config": config, "laps_ms": laps, "steps_by_phase": dict.fromkeys(laps, 10)}
+        for label, config, laps in (
+            ("unpatched", None, {"full": [3.0, 1.0]}),
+            ("merged", {"ratio": 0.5}, {"reuse": [1.0], "select": [2.0]}),
+            ("merged", {"ratio": 0.5}, {"reuse": [9.0, 1.0], "select": [2.0]}),
+            ("unpatched", None, {"full": [6.0]}),
+        )
+    ]
+    plain, merged = rows = bench.pool(records)
+    assert (plain.schedule_ms, merged.schedule_ms) == (30.0, 30.0)
+    assert bench.speed_up(merged, rows) == 1.0
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,15 @@ class Candidate:
     label: str
     config: MergeConfig | None = None
 
+    def phases(self, steps: int) -> list[str]:
+        """The phase of every step. The maps of the bound cost nothing by definition."""
+        if self.config is None:
+            return ["full"] * steps
+        phases = phases_of(self.config.schedule, steps)
+        if self.config.method == "lower-bound":
+            return ["full" if phase == "full" else "reuse" for phase in phases]
+        return phases
+
 
 class _Loop:
     """Stands for the scheduler that drives a denoiser: merging hears its steps, and it may skip some."""
@@ -95,11 +104,10 @@ def measure_candidate(
         with torch.inference_mode():
             denoiser(**arguments, return_dict=False)
 
-    phases = ["full"] * setting.steps
+    phases = candidate.phases(setting.steps)
     try:
         if candidate.config is not None:
             api.apply(denoiser, candidate.config, scheduler=loop)
-            phases = phases_of(candidate.config.schedule, setting.steps)
         launches = None
         if setting.mode != "eager":
             compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
@@ -116,13 +124,12 @@ def measure_candidate(
     finally:
         uncompile(denoiser)
         api.remove(denoiser)
-    counts = _counts(candidate, phases)
     return {
         "label": candidate.label,
         **vars(setting),
         "config": candidate.config.to_dict() if candidate.config is not None else None,
-        "phases": {phase: {**_spread(times[phase]), "steps": counts[phase]} for phase in times},
-        "schedule_ms": sum(statistics.median(times[phase]) * count for phase, count in counts.items()),
+        "steps_by_phase": dict(Counter(phases)),
+        "laps_ms": {phase: [round(lap, 4) for lap in laps] for phase, laps in times.items()},
         "loop_ms": [round(seconds * 1e3, 3) for seconds in whole],
         "first_call_s": round(first, 3),
         "launches": launches,
@@ -133,24 +140,18 @@ def measure_candidate(
     }
 
 
-def _counts(candidate: Candidate, phases: list[str]) -> Counter[str]:
-    """How often a schedule has each phase. The bound has no refresh: its maps cost nothing by definition."""
-    counts = Counter(phases)
-    if candidate.config is not None and candidate.config.method == "lower-bound":
-        counts = Counter({"reuse": counts.total() - counts["full"], "full": counts["full"]})
-    return +counts
-
-
 def _time_phases(
     loop: _Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
 ) -> dict[str, list[float]]:
     """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
     visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
-    watches = {phase: Stopwatch(device) for phase in visited.values()}
+    watches: dict[str, Stopwatch] = {}
     for turn in range(setting.warmups + setting.repeats):
-        if turn == setting.warmups:
+        if turn in (0, setting.warmups):
             watches = {phase: Stopwatch(device) for phase in visited.values()}
-        loop.set_timesteps()
+        # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
+        if turn == 0 or len(visited) > 1:
+            loop.set_timesteps()
         for step in range(max(visited) + 1):
             if step in visited:
                 watches[visited[step]].lap(call)
@@ -176,17 +177,6 @@ def _launches(call: Callable[[], None]) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type.name == "CUDA" for event in profiled.events())
-
-
-def _spread(times: list[float]) -> dict[str, float | int]:
-    ordered = sorted(times)
-    tail = len(ordered) // 10
-    return {
-        "ms": statistics.median(ordered),
-        "low_ms": ordered[tail],
-        "high_ms": ordered[-1 - tail],
-        "repeats": len(ordered),
-    }
 
 
 def _free(device: torch.device) -> None:
@@ -220,11 +210,16 @@ def run(
     warmups: int = 5,
     repeats: int = 20,
     loops: int = 0,
+    rounds: int = 1,
     device: torch.device,
     dtype: str | None = None,
     out: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every size, batch and mode; records are appended to `out` as they are made."""
+    """Measure every size, batch and mode; records are appended to `out` as they are made.
+
+    Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
+    then does so for all of them.
+    """
     for mode in modes:
         if mode not in MODES:
             raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
@@ -242,11 +237,12 @@ def run(
         for mode in modes
     ]
     records = []
-    with tqdm(total=len(settings) * len(candidates), unit="row", leave=False) as progress:
+    turns = [candidate for turn in range(rounds) for candidate in (candidates if turn % 2 == 0 else candidates[::-1])]
+    with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
         for setting in settings:
             family = family_of(denoiser)
             arguments = family.example(denoiser, setting.batch, setting.height // scale, setting.width // scale)
-            for candidate in candidates:
+            for candidate in turns:
                 progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
                 try:
                     record = measure_candidate(denoiser, arguments, candidate, setting)
@@ -275,8 +271,9 @@ def report(records: Iterable[dict[str, Any]]) -> str:
         key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
         groups.setdefault(key, []).append(record)
     parts = []
-    for (model, width, height, batch, mode, steps), rows in groups.items():
-        where = rows[0]["environment"]
+    for (model, width, height, batch, mode, steps), found in groups.items():
+        rows = pool(found)
+        where = rows[0].record["environment"]
         parts.append(
             f"**{model}, {width}x{height}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
             f"torch {where['torch']}\n\n{_table(rows)}"
@@ -286,6 +283,41 @@ def report(records: Iterable[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A candidate of a comparison, with the laps of all rounds."""
+
+    record: dict[str, Any]  # of the first round
+    laps: dict[str, list[float]]
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        config: dict[str, Any] | None = self.record["config"]
+        return config
+
+    @property
+    def schedule_ms(self) -> float:
+        """Of all steps: the median of each phase, as often as a schedule has it."""
+        steps: dict[str, int] = self.record["steps_by_phase"]
+        return sum(statistics.median(self.laps[phase]) * count for phase, count in steps.items())
+
+
+def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
+    """One row for each candidate."""
+    rows: dict[str, Row] = {}
+    for record in records:
+        row = rows.setdefault(record["label"], Row(record, {phase: [] for phase in record["laps_ms"]}))
+        for phase, laps in record["laps_ms"].items():
+            row.laps[phase] += laps
+    return list(rows.values())
+
+
+def speed_up(row: Row, rows: Sequence[Row]) -> float:
+    """Of a row over the unpatched one of the same comparison."""
+    (plain,) = (each for each in rows if each.config is None)
+    return plain.schedule_ms / row.schedule_ms
+
+
 def _advice(mode: str) -> str:
     lead = "Below 1.00x merging costs more than it saves here: "
     if mode == "eager":
@@ -293,41 +325,34 @@ def _advice(mode: str) -> str:
     return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase", "launches", "peak GiB"]
+def _table(rows: Sequence[Row]) -> str:
+    header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase (10-90 %)", "launches", "peak GiB"]
     return markdown(header, list(_lines(rows)))
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    bounds = {
-        _bound_key(row["config"]): row for row in rows if row["config"] and row["config"]["method"] == "lower-bound"
-    }
+def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
+    bounds = {_sites(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
     for row in rows:
-        bound = bounds.get(_bound_key(row["config"])) if row["config"] else None
-        over = f"{100 * (row['schedule_ms'] / bound['schedule_ms'] - 1):+.1f} %" if bound not in (None, row) else ""
-        phases = ", ".join(
-            f"{phase} {timed['ms']:.2f} ({timed['low_ms']:.2f}-{timed['high_ms']:.2f})"
-            for phase, timed in row["phases"].items()
-            if timed["steps"]
-        )
+        bound = bounds.get(_sites(row.config)) if row.config else None
+        peak = row.record["peak_bytes"]
         yield [
-            row["label"],
-            f"{row['schedule_ms']:.0f}",
+            row.record["label"],
+            f"{row.schedule_ms:.0f}",
             f"{speed_up(row, rows):.2f}x",
-            over,
-            phases,
-            str(row["launches"] or ""),
-            f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "",
+            "" if bound in (None, row) else f"{100 * (row.schedule_ms / bound.schedule_ms - 1):+.1f} %",
+            ", ".join(f"{phase} {_spread(laps)}" for phase, laps in row.laps.items()),
+            str(row.record["launches"] or ""),
+            f"{peak / 2**30:.2f}" if peak else "",
         ]
 
 
-def speed_up(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float:
-    """Of a row over the unpatched one of the same comparison."""
-    (plain,) = (each for each in rows if each["config"] is None)
-    return float(plain["schedule_ms"] / row["schedule_ms"])
+def _spread(laps: list[float]) -> str:
+    ordered = sorted(laps)
+    tail = len(ordered) // 10
+    return f"{statistics.median(ordered):.2f} ({ordered[tail]:.2f}-{ordered[-1 - tail]:.2f})"
 
 
-def _bound_key(config: dict[str, Any]) -> str:
+def _sites(config: dict[str, Any]) -> str:
     """What a method shares with its bound: where it merges, and how much."""
     names = ("ratio", "regions", "merge_regions", "sites", "components", "levels", "skip_first", "skip_last")
     return json.dumps({name: config.get(name) for name in names})

@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
     bench.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
     bench.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
+    bench.add_argument("--rounds", type=int, default=1, metavar="N", help="measure all of it again, in reverse order")
     bench.add_argument("--out", metavar="FILE", help="append JSON lines")
     bench.add_argument("--table", metavar="FILE", help="print the tables of a finished run and stop")
     bench.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -172,6 +173,7 @@ def _bench(options: argparse.Namespace) -> None:
         warmups=options.warmups,
         repeats=options.repeats,
         loops=options.loops,
+        rounds=options.rounds,
         device=best_device(options.device),
         dtype=options.dtype,
         out=Path(options.out) if options.out else None,

@@ -115,7 +115,11 @@ class Site(ABC):
                 "a denoiser spread over devices cannot be merged: put it on one"
             )
         image = tokens[:, text:] if text else tokens
-        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
+        if torch.compiler.is_compiling():
+            refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
+        elif self.group.has_due(tables):
+            # Not through the dispatcher, which takes as long as several launches.
+            self.group.refresh(image.detach(), tables, slot.map.tensors, slot.rotary)
         merged = slot.map.merge(image)
         return torch.cat([tokens[:, :text], merged], dim=1) if text else merged
 

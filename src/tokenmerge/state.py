@@ -231,6 +231,11 @@ class MergeGroup:
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
         return Slot(merge_map, rotary)
 
+    def has_due(self, tables: list[Tensor]) -> bool:
+        """Whether a refresh has work left in this call, for a site with these rotary tables."""
+        due = self._due
+        return due is None or not due.maps_done or (bool(tables) and not due.rotary_done)
+
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
         """Bring the maps up to date for this call; the first layer of the group to run does the work.

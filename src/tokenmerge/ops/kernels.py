@@ -955,4 +955,5 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    return torch.cuda.device(tensor.device) if elsewhere else contextlib.nullcontext()
