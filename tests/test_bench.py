@@ -95,6 +95,7 @@ def _check(record: dict[str, Any]) -> None:
     assert record["laps_ms"].keys() == record["steps_by_phase"].keys()
     assert all(len(laps) == 2 for laps in record["laps_ms"].values())
     assert len(record["loop_ms"]) == 1
+    assert record["command"].startswith("tokenmerge bench --model tiny-flux")
     assert record["environment"]["torch"] == torch.__version__
     if record["config"]:
         assert record["config"]["skip_first"] == 0

@@ -75,6 +75,7 @@ class Setting:
     warmups: int
     repeats: int
     loops: int  # whole schedules to run from end to end as well
+    command: str  # that asked for it
 
 
 def phases_of(schedule: Schedule, steps: int) -> list[str]:
@@ -214,6 +215,7 @@ def run(
     device: torch.device,
     dtype: str | None = None,
     out: Path | None = None,
+    command: str = "",
 ) -> list[dict[str, Any]]:
     """Measure every size, batch and mode; records are appended to `out` as they are made.
 
@@ -231,7 +233,7 @@ def run(
         for each in candidates_for(denoiser, presets, ratios)
     ]
     settings = [
-        Setting(model, width, height, batch, mode, steps, warmups, repeats, loops)
+        Setting(model, width, height, batch, mode, steps, warmups, repeats, loops, command)
         for width, height in sizes
         for batch in batches
         for mode in modes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,6 +18,7 @@ from .config import MergeConfig, Schedule, TokenMergeError, presets
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.command = shlex.join(["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.run(options)
     except TokenMergeError as error:
@@ -177,6 +179,7 @@ def _bench(options: argparse.Namespace) -> None:
         device=best_device(options.device),
         dtype=options.dtype,
         out=Path(options.out) if options.out else None,
+        command=options.command,
     )
     print(json.dumps(records, indent=2) if options.json else bench.report(records))
 
