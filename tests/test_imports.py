@@ -24,7 +24,7 @@ LAYERS = [
     ["state"],
     ["watch", "tables", "pictures"],
     ["methods"],
-    ["mergemap"],
+    ["mergemap", "clustermap"],
     ["ops"],
     ["grid"],
     ["quality", "measure"],

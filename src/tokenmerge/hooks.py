@@ -2,7 +2,8 @@
 
 A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
 the paper's form. A block site merges what enters one block, or a span of blocks, and unmerges only the change the block
-made, so that the residual stream stays exact. No forward is copied and no module replaced: a site takes the place of a
+made, so that the residual stream stays exact. Where a method matches the tokens that enter a block, an entry site does
+that for the block's component sites. No forward is copied and no module replaced: a site takes the place of a
 module's forward and calls the original.
 
 Compiled code notices a forward that was replaced, but not a hook that was added: with native hooks, `apply` after a
@@ -100,8 +101,15 @@ class Site(ABC):
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
         return self.state.mode == "full" or self.slot.map.merged_count == self.slot.map.token_count
 
-    def merge(self, tokens: Tensor, tables: list[Tensor]) -> Tensor:
-        """Refresh what is due, then [B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
+    def refresh(self, tokens: Tensor, tables: list[Tensor]) -> None:
+        """Bring the maps up to date with tokens [B, (T +) N, C]."""
+        slot = self.slot
+        text = self.text_tokens(tokens)
+        image = tokens[:, text:] if text else tokens
+        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
+
+    def text_tokens(self, tokens: Tensor) -> int:
+        """How many of the tokens [B, T + N, C] are text; raises where they do not fit the map."""
         slot = self.slot
         text = tokens.shape[1] - slot.map.token_count
         if text < 0 or (text > 0 and not self.ports.text_first):
@@ -109,15 +117,19 @@ class Site(ABC):
                 f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.token_count} of its grid; "
                 "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
             )
-        if tokens.device != slot.map.merge_weights.device:
+        if tokens.device != slot.map.destinations.device:
             raise TokenMergeError(
-                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.merge_weights.device}; "
+                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.destinations.device}; "
                 "a denoiser spread over devices cannot be merged: put it on one"
             )
-        image = tokens[:, text:] if text else tokens
-        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
-        merged = slot.map.merge(image)
-        return torch.cat([tokens[:, :text], merged], dim=1) if text else merged
+        return text
+
+    def merge(self, tokens: Tensor) -> Tensor:
+        """[B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
+        text = self.text_tokens(tokens)
+        if not text:
+            return self.slot.map.merge(tokens)
+        return torch.cat([tokens[:, :text], self.slot.map.merge(tokens[:, text:])], dim=1)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """[B, (T +) M, C] to [B, (T +) N, C]."""
@@ -138,7 +150,12 @@ class Site(ABC):
 
 
 class ComponentSite(Site):
-    """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is."""
+    """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is; what leaves a
+    projection to keys or values, which is no `last`, stays merged."""
+
+    def __init__(self, *arguments: Any, refreshes: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.refreshes = refreshes  # or an entry site does
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell. Self-attention is
@@ -147,12 +164,23 @@ class ComponentSite(Site):
         if self.idle or masked:
             return self.original(*args, **kwargs)
         if self.first:
-            merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
-            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
+            tokens = self.ports.tokens.read(args, kwargs)
+            if self.refreshes:
+                self.refresh(tokens, self.tables(args, kwargs))
+            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, self.merge(tokens)))
         output = self.original(*args, **kwargs)
         if not self.last:
             return output
         return self.ports.replaced(output, [self.unmerge(tokens) for tokens in self.ports.outgoing(output)])
+
+
+class EntrySite(Site):
+    """A block whose component sites share the map that is made from the tokens entering it. They pass whole."""
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.idle:
+            self.refresh(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
+        return self.original(*args, **kwargs)
 
 
 class Span:
@@ -174,7 +202,8 @@ class BlockSite(Site):
         entered = None
         if self.first:
             tokens = self.ports.tokens.read(args, kwargs)
-            merged = self.merge(tokens, self.tables(args, kwargs))
+            self.refresh(tokens, self.tables(args, kwargs))
+            merged = self.merge(tokens)
             entered = (tokens, merged)
             args, kwargs = self.ports.tokens.write(args, kwargs, merged)
         args, kwargs = self.with_rotary(args, kwargs)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .clustermap import ClusterMap
 from .config import MergeConfig, TokenMergeError
-from .grid import Partition, TokenGrid, layout_for, partition_grids
+from .grid import Partition, TokenGrid
 from .mergemap import MergeMap
-from .methods import method_for
+from .methods import Method, method_for
 from .ops import backend_for
 from .watch import watch
 
@@ -93,7 +94,7 @@ class Clock:
 class Slot:
     """The tensors that the layers of a group read for one size of image."""
 
-    map: MergeMap
+    map: MergeMap | ClusterMap
     rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
 
 
@@ -135,7 +136,9 @@ class _History:
 class MergeGroup:
     """Layers that share destinations and weights, and everything those need."""
 
-    def __init__(self, name: str, index: int, config: MergeConfig, clock: Clock, level: int, shared: bool) -> None:
+    def __init__(
+        self, name: str, index: int, method: Method[Any], config: MergeConfig, clock: Clock, level: int, shared: bool
+    ) -> None:
         self.name = name
         self.level = level
         self.shared = shared  # whether the samples of a batch have the same destinations
@@ -146,9 +149,9 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        self._config = config
+        self._config = method.settle(config)
         self._clock = clock
-        self._method = method_for(config)
+        self._method = method
         self._seed = config.seed + index
         self._generator = torch.Generator()
         self._seeded_for = -1
@@ -173,13 +176,11 @@ class MergeGroup:
         self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
     ) -> Slot:
         ops, self.backend = backend_for(self._config.backend, device)
-        layout = layout_for(tokens, self._config)
-        kinds = (self._config.select_in.kind, self._config.merge_in.kind)
-        ordered = "tile" in kinds and kinds[1] != "whole"
+        layout = self._method.layout(tokens, self._config)
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
-            merge_map = MergeMap.empty(
-                layout, ops, batch, ordered=ordered, shared=self.shared, dtype=dtype, device=device
+            merge_map = self._method.empty_map(
+                layout, ops, self._config, batch, shared=self.shared, dtype=dtype, device=device
             )
             tables = 2 if rotary_width else 0
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
@@ -187,7 +188,8 @@ class MergeGroup:
 
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
-        """Bring the maps up to date for this call; the first layer of the group to run does the work.
+        """Bring the maps up to date for this call; the first layer of the group to run does the work, or every block
+        where a method makes a map for each.
 
         tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
         (of the map) and `rotary` (of the merged sequence) are overwritten in place.
@@ -198,15 +200,15 @@ class MergeGroup:
 
     def _refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
         ops, _ = backend_for(self._config.backend, tokens.device)
-        merge_map = MergeMap.over(layout_for(tokens.shape[1], self._config), ops, tensors)
-        if self._served != self._clock.now:
+        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._config), ops, tensors)
+        if self._served != self._clock.now or self._method.PER_BLOCK:
             self._served = self._clock.now
             self._made = self._renew(tokens, merge_map, rotary)
         if tables and not self._made.rotary:
             self._made.rotary = True
             ops.gather_rotary(tables, merge_map.destinations[0], rotary)
 
-    def _renew(self, tokens: Tensor, merge_map: MergeMap, rotary: list[Tensor]) -> _Record:
+    def _renew(self, tokens: Tensor, merge_map: MergeMap | ClusterMap, rotary: list[Tensor]) -> _Record:
         """Do what is due for the map of this call of the step."""
         image, step, call = self._clock.now
         call = min(call, _MAX_CALLS)
@@ -215,34 +217,27 @@ class MergeGroup:
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
         rows = rotary[0].shape[0] if rotary else 0
-        key = (*tokens.shape[:2], rows, merge_map.merge_weights.dtype, tokens.device)
+        key = (*tokens.shape[:2], rows, merge_map.tensors[-1].dtype, tokens.device)
         history = self._histories.setdefault(key, _History())
         history.bring_in(call, [*merge_map.tensors, *rotary])
         made = history.record(call, image)
-        phase = self._config.schedule.phase(step, made.selected, made.weighed)
+        phase = "select" if self._method.PER_BLOCK else self._config.schedule.phase(step, made.selected, made.weighed)
         if phase == "reuse" or (made.selected is not None and not self._method.REFRESHES):
             return made
 
-        layout, ops = merge_map.layout, merge_map.ops
-        self.partition = partition = self._partition_on(tokens.device)
+        self.partition = self._partition_on(tokens.device)
+        self._method.renew(merge_map, phase, tokens, self.partition, self._config, self._generator, shared=self.shared)
         if phase == "select":
-            destinations = self._method.select(
-                tokens, partition, self._config, ops, self._generator, shared=self.shared
-            )
             self.selections += 1
             made.selected, made.rotary = step, False
-        else:
-            destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
-        merge, unmerge = self._method.weigh(tokens, destinations, partition, self._config, ops, self._generator)
         self.weighings += 1
         made.weighed = step
-        merge_map.fill(partition, destinations, merge, unmerge)
         return made
 
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device)
         if key not in self._partitions:
-            self._partitions[key] = partition_grids(self.grids, self._config).to(device)
+            self._partitions[key] = self._method.partition(self.grids, self._config).to(device)
         return self._partitions[key]
 
 
@@ -263,8 +258,11 @@ class MergeState:
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be copied or pickled while merging is applied; call remove first")
 
-    def add_group(self, name: str, level: int = 0, *, shared: bool = False) -> MergeGroup:
-        group = MergeGroup(name, len(self.groups), self.config, self.clock, level, shared)
+    def add_group(
+        self, name: str, level: int = 0, method: Method[Any] | None = None, *, shared: bool = False
+    ) -> MergeGroup:
+        method = method or method_for(self.config)
+        group = MergeGroup(name, len(self.groups), method, self.config, self.clock, level, shared)
         self.groups.append(group)
         return group
 
