@@ -101,15 +101,8 @@ class Site(ABC):
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
         return self.state.mode == "full" or self.slot.map.merged_count == self.slot.map.token_count
 
-    def refresh(self, tokens: Tensor, tables: list[Tensor]) -> None:
-        """Bring the maps up to date with tokens [B, (T +) N, C]."""
-        slot = self.slot
-        text = self.text_tokens(tokens)
-        image = tokens[:, text:] if text else tokens
-        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
-
-    def text_tokens(self, tokens: Tensor) -> int:
-        """How many of the tokens [B, T + N, C] are text; raises where they do not fit the map."""
+    def split(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Text tokens [B, T, C], if there are any, and image tokens [B, N, C]; raises where those are not the map's."""
         slot = self.slot
         text = tokens.shape[1] - slot.map.token_count
         if text < 0 or (text > 0 and not self.ports.text_first):
@@ -122,14 +115,17 @@ class Site(ABC):
                 f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.destinations.device}; "
                 "a denoiser spread over devices cannot be merged: put it on one"
             )
-        return text
+        return (tokens[:, :text], tokens[:, text:]) if text else (None, tokens)
 
-    def merge(self, tokens: Tensor) -> Tensor:
+    def refresh(self, image: Tensor, tables: list[Tensor]) -> None:
+        """Bring the maps up to date with image tokens [B, N, C]."""
+        slot = self.slot
+        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
+
+    def merge(self, text: Tensor | None, image: Tensor) -> Tensor:
         """[B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
-        text = self.text_tokens(tokens)
-        if not text:
-            return self.slot.map.merge(tokens)
-        return torch.cat([tokens[:, :text], self.slot.map.merge(tokens[:, text:])], dim=1)
+        merged = self.slot.map.merge(image)
+        return merged if text is None else torch.cat([text, merged], dim=1)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """[B, (T +) M, C] to [B, (T +) N, C]."""
@@ -164,10 +160,10 @@ class ComponentSite(Site):
         if self.idle or masked:
             return self.original(*args, **kwargs)
         if self.first:
-            tokens = self.ports.tokens.read(args, kwargs)
+            text, image = self.split(self.ports.tokens.read(args, kwargs))
             if self.refreshes:
-                self.refresh(tokens, self.tables(args, kwargs))
-            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, self.merge(tokens)))
+                self.refresh(image, self.tables(args, kwargs))
+            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, self.merge(text, image)))
         output = self.original(*args, **kwargs)
         if not self.last:
             return output
@@ -179,7 +175,8 @@ class EntrySite(Site):
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.idle:
-            self.refresh(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
+            _, image = self.split(self.ports.tokens.read(args, kwargs))
+            self.refresh(image, self.tables(args, kwargs))
         return self.original(*args, **kwargs)
 
 
@@ -202,8 +199,9 @@ class BlockSite(Site):
         entered = None
         if self.first:
             tokens = self.ports.tokens.read(args, kwargs)
-            self.refresh(tokens, self.tables(args, kwargs))
-            merged = self.merge(tokens)
+            text, image = self.split(tokens)
+            self.refresh(image, self.tables(args, kwargs))
+            merged = self.merge(text, image)
             entered = (tokens, merged)
             args, kwargs = self.ports.tokens.write(args, kwargs, merged)
         args, kwargs = self.with_rotary(args, kwargs)
