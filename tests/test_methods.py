@@ -136,6 +136,17 @@ def test_true_guidance_calls_twice_in_a_step(method: str) -> None:
     assert not torch.equal(tiny.draw(pipe), guided)
 
 
+@pytest.mark.parametrize(
+    ("method", "selected"),
+    [("toma", 2), ("random", 2), ("pool", 1), ("todo", 1), ("lower-bound", 1), ("tomesd", 12 * 4), ("tofu", 12 * 2)],
+)
+def test_maps_are_made_as_often_as_a_method_needs(method: str, selected: int) -> None:
+    """In 12 steps of SD3's four blocks: every 10 steps, once, or for every block; ToFu has two groups."""
+    pipe = apply(tiny.build("sd3"), method)
+    tiny.draw(pipe, steps=12)
+    assert {group["selected"] for group in tokenmerge.summary(pipe).groups} == {selected}
+
+
 @pytest.mark.parametrize("sites", ["block", "span"])
 @pytest.mark.parametrize(("method", "kind"), BLOCK_PAIRS)
 def test_baselines_merge_whole_blocks_and_spans_too(method: str, kind: str, sites: str) -> None:

@@ -266,7 +266,11 @@ def _yaml() -> Any:
 _PAPER = MergeConfig(regions="stripe:256", merge_regions="whole", sites="component")
 # In its package's form: matched on self-attention's tokens at every call. There only level 1 is merged by default, and
 # SDXL has no attention on that; here all levels are.
-_TOMESD = MergeConfig(method="tomesd", selection="random", sites="component", components=("self_attention",))
+_TOMESD = MergeConfig(
+    method="tomesd", regions="whole", selection="random", sites="component", components=("self_attention",)
+)
+# Cells of 2x2, as ToDo has them. Other ratios make other cells.
+_CELLS = MergeConfig(ratio=0.75, regions="tile:2x2")
 _PRESETS: dict[str, MergeConfig] = {
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),
@@ -275,9 +279,8 @@ _PRESETS: dict[str, MergeConfig] = {
     "lower-bound": _PAPER.replace(method="lower-bound", regions="tile:64", merge_regions=None),
     "tomesd": _TOMESD,
     "tofu": _TOMESD.replace(method="tofu"),
-    # Cells of 2x2, as ToDo has them.
-    "todo": MergeConfig(method="todo", ratio=0.75, sites="component", components=("self_attention",)),
-    "pool": MergeConfig(method="pool", ratio=0.75),
+    "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
+    "pool": _CELLS.replace(method="pool"),
     "random": MergeConfig(method="random"),
     "uniform": MergeConfig(method="uniform"),
     "none": MergeConfig(method="none", ratio=0.0),
