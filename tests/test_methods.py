@@ -14,6 +14,7 @@ import tomesd
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention import BasicTransformerBlock
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -249,6 +250,26 @@ def test_todo_refuses_fused_projections_whenever_they_come(kind: str) -> None:
     assert torch.equal(tiny.draw(pipe), image)
 
 
+@pytest.mark.parametrize("method", ["tomesd", "todo"])
+def test_a_lora_on_keys_may_come_before_or_after(method: str) -> None:
+    def image(*steps: str) -> Tensor:
+        pipe = tiny.build("sdxl", unet=tiny.short_sdxl_unet())
+        for step in steps:
+            if step == "apply":
+                apply(pipe, method)
+                tiny.draw(pipe, steps=1)
+            else:
+                with torch.random.fork_rng():
+                    torch.manual_seed(0)
+                    pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_k"], init_lora_weights=False))
+        return tiny.draw(pipe)
+
+    both = image("apply", "lora")
+    assert torch.equal(image("lora", "apply"), both)
+    assert not torch.equal(image("apply"), both)
+    assert not torch.equal(image("lora"), both)
+
+
 # Compiled code.
 
 
@@ -380,6 +401,21 @@ def test_zero_tokens_stay_zero_under_every_rule() -> None:
     found = match(tokens, *split_cells(TokenGrid(4, 4), tokens.device, None), 8, shared=False)
     for rule in RULES:
         assert torch.equal(ClusterMap(rule, *found).merge(tokens), torch.zeros(1, 8, 4))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_broken_tokens_break_their_own_clusters_only(rule: str) -> None:
+    tokens = tiny.noise(2, 36, 4)
+    tokens[0, 8] = torch.nan
+    tokens[0, 21] = torch.inf
+    found = match(tokens, *split_cells(TokenGrid(6, 6), tokens.device, None), 18, shared=False)
+    merge_map = ClusterMap(rule, *found)
+    restored = merge_map.unmerge(merge_map.merge(tokens))
+    touched = {int(merge_map.places[0, index]) for index in (8, 21)}
+    whole = torch.tensor([int(place) not in touched for place in merge_map.places[0]])
+    assert whole.any()
+    assert restored[0][whole].isfinite().all()
+    assert restored[1].isfinite().all()
 
 
 def test_the_first_half_of_tofus_layers_prunes_and_the_second_merges_by_mlerp() -> None:
