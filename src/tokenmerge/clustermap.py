@@ -58,16 +58,14 @@ class ClusterMap:
         merged = _rows(tokens, self.destinations)
         if self.rule == "prune":
             return merged
-        batch, _, channels = tokens.shape
         # Destinations are in place already, so only sources have to travel.
-        places = self.places.gather(1, self.sources.expand(batch, -1))[..., None]
-        sources = _rows(tokens, self.sources)
-        mean = merged.scatter_reduce(1, places.expand(-1, -1, channels), sources, "mean")
+        sources, places = _rows(tokens, self.sources), _rows(self.places, self.sources)
+        mean = _mean(merged, sources, places)
         if self.rule == "mean":
             return mean
-        lengths = [each.float().norm(dim=-1, keepdim=True) for each in (merged, sources)]
+        lengths = [each.float().norm(dim=-1) for each in (merged, sources)]
         largest = lengths[0].scatter_reduce(1, places, lengths[1], "amax")
-        return (F.normalize(mean.float(), dim=-1) * largest).to(tokens.dtype)
+        return (F.normalize(mean.float(), dim=-1) * largest[..., None]).to(tokens.dtype)
 
     def unmerge(self, merged: Tensor, residual: Tensor | None = None) -> Tensor:
         """[B, M, C] to [B, N, C]: every token gets what its cluster came to, plus the residual [B, N, C]."""
@@ -79,7 +77,23 @@ class ClusterMap:
         return self.destinations[0][self.places[0]]
 
 
+def _samples(batch: int, device: torch.device) -> Tensor:
+    return torch.arange(batch, device=device)[:, None]
+
+
 def _rows(tokens: Tensor, index: Tensor) -> Tensor:
-    """Rows `index` [B or 1, K] of tokens [B, N, C], as [B, K, C]."""
-    batch, _, channels = tokens.shape
-    return tokens.gather(1, index[..., None].expand(batch, -1, channels))
+    """Rows `index` [B or 1, K] of tokens [B, N, ...], as [B, K, ...]."""
+    return tokens[_samples(tokens.shape[0], tokens.device), index]
+
+
+def _mean(merged: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+    """The mean of every row of merged [B, M, C] and those of sources [B, K, C] that have its place [B, K]."""
+    batch, count, _ = merged.shape
+    # One index per row, not per number, is what makes this quick.
+    rows = (places + count * _samples(batch, places.device)).flatten()
+    sums = merged.flatten(0, 1).index_add(0, rows, sources.flatten(0, 1))
+    # Not in a half precision, which cannot count far.
+    members = torch.ones(batch * count, device=rows.device).index_add(
+        0, rows, torch.ones(len(rows), device=rows.device)
+    )
+    return (sums / members[:, None]).to(merged.dtype).unflatten(0, (batch, count))
