@@ -26,7 +26,7 @@ LAYERS = [
     ["state"],
     ["watch", "tables", "pictures"],
     ["methods"],
-    ["mergemap"],
+    ["mergemap", "clustermap"],
     ["ops"],
     ["grid"],
     ["quality", "measure"],

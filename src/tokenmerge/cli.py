@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from . import __version__
-from .config import MergeConfig, Schedule, TokenMergeError, presets
+from .config import METHODS, MergeConfig, Schedule, TokenMergeError, presets
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,7 +209,8 @@ def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] 
         group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
     for name, hint in _config_fields().items():
         if name not in without:
-            group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))
+            known = "one of " + ", ".join(METHODS) if name == "method" else None
+            group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint), help=known)
 
 
 def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:

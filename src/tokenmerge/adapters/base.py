@@ -25,10 +25,15 @@ class Component:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One class of transformer block: its ports as a whole, and its components by name."""
+    """One class of transformer block: its ports as a whole, and its components by name.
+
+    keys_values: projections of self-attention to keys and values of image tokens, if fewer of those than queries will
+    do. Rotary tables that are shared with queries forbid it.
+    """
 
     ports: Ports
     components: Mapping[str, tuple[Component, ...]]
+    keys_values: tuple[Component, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,12 @@ class Family:
                     raise TokenMergeError(
                         f"{argument.name} acts between blocks, where a span has merged tokens; use sites='block'"
                     )
+
+
+def keys_values(*attentions: str) -> tuple[Component, ...]:
+    """The projections to keys and values of diffusers' attention modules of these names."""
+    ports = Ports(Argument("input", 0))
+    return tuple(Component(f"{name}.{part}", ports) for name in attentions for part in ("to_k", "to_v"))
 
 
 def as_tensor(timestep: Any) -> Tensor:

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 
 from ..hooks import Argument, Ports
 from ..state import DenoiserCall
-from .base import Block, BlockKind, Component, Family, as_tensor, noise
+from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _JOINT = BlockKind(
     Ports(outputs=(1,)),
@@ -18,6 +18,7 @@ _JOINT = BlockKind(
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
         "mlp": (Component("ff"),),
     },
+    keys_values("attn", "attn2"),
 )
 
 _HIDDEN_STATES = Argument("hidden_states", 0)

@@ -10,7 +10,7 @@ from diffusers.models.attention import BasicTransformerBlock
 
 from ..hooks import Argument, Ports
 from ..state import DenoiserCall
-from .base import Block, BlockKind, Component, Family, as_tensor, noise
+from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _BLOCK = BlockKind(
     Ports(),
@@ -19,6 +19,7 @@ _BLOCK = BlockKind(
         "cross_attention": (Component("attn2"),),
         "mlp": (Component("ff"),),
     },
+    keys_values("attn1"),
 )
 
 _SAMPLE = Argument("sample", 0)
