@@ -235,7 +235,10 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         group, block, ports = groups[site.group], site.block, site.block.kind.ports
         if site.part is None:
             span = Span() if site.first else span
-            place = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
+            memory = state.add_memory(group, block.width, has_text=ports.outputs is not None)
+            place = BlockSite(
+                site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
+            )
             installation.add(place, block.module)
             continue
         if method.PER_BLOCK and block.name not in entered:
