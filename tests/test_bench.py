@@ -16,23 +16,32 @@ from tokenmerge.adapters import denoiser_of, family_of
 from tokenmerge.adapters.loading import empty_denoiser
 from tokenmerge.adapters.sizes import RANDOM_MODELS
 from tokenmerge.cli import main
-from tokenmerge.config import Schedule
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "counts"),
+    ("options", "steps", "counts"),
     [
-        (Schedule(), 50, {"select": 5, "reweigh": 5, "reuse": 40}),
-        (Schedule(destinations_every=50), 50, {"select": 1, "reweigh": 9, "reuse": 40}),
-        (Schedule(weights_every=1), 20, {"select": 2, "reweigh": 18}),
-        (Schedule(start=0.5), 20, {"full": 10, "select": 1, "reweigh": 1, "reuse": 8}),
-        (Schedule(anchor_every=3), 13, {"anchor, select": 2, "reuse": 8, "anchor, reuse": 2, "anchor, reweigh": 1}),
+        ({}, 50, {"select": 5, "reweigh": 5, "reuse": 40}),
+        ({"destinations_every": 50}, 50, {"select": 1, "reweigh": 9, "reuse": 40}),
+        ({"weights_every": 1}, 20, {"select": 2, "reweigh": 18}),
+        ({"start": 0.5}, 20, {"full": 10, "select": 1, "reweigh": 1, "reuse": 8}),
+        ({"anchor_every": 3}, 13, {"anchor, select": 2, "reuse": 8, "anchor, reuse": 2, "anchor, reweigh": 1}),
+        (
+            {"step_ratios": (0, 0.25, 0.5)},
+            12,
+            {"full": 4, "select at 0.25": 1, "reuse at 0.25": 3, "select at 0.5": 1, "reuse at 0.5": 3},
+        ),
+        (
+            {"step_ratios": (0.25, 0.5), "anchor_every": 3, "start": 0.25},
+            8,
+            {"full": 2, "anchor, select at 0.25": 1, "reuse at 0.25": 2, "anchor, select at 0.5": 1, "reuse at 0.5": 2},
+        ),
     ],
 )
-def test_phases_are_those_of_a_pipeline(schedule: Schedule, steps: int, counts: dict[str, int]) -> None:
-    phases = bench.phases_of(schedule, steps)
+def test_phases_are_those_of_a_pipeline(options: dict[str, Any], steps: int, counts: dict[str, int]) -> None:
+    config = tokenmerge.MergeConfig(levels=(4,)).replace(**options)
+    phases = bench.phases_of(config, steps)
     assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
-    config = tokenmerge.MergeConfig(schedule=schedule, levels=(4,))
     pipe = tokenmerge.apply(tiny.build("sdxl"), config)
     seen: list[str] = []
     pipe.unet.register_forward_hook(lambda *_: seen.append(pipe.unet._tokenmerge.state.phase))

@@ -448,3 +448,55 @@ def test_a_small_ratio_removes_something(ratio: float) -> None:
     for group in tokenmerge.summary(pipe).groups:
         before, after = group["tokens"].split(" -> ")
         assert int(after) < int(before)
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd3", "flux"])
+def test_ratios_over_steps(kind: str) -> None:
+    """Each part of the schedule has the tokens of its ratio."""
+    pipe = apply(tiny.build(kind), step_ratios=(0.25, 0.75))
+    denoiser = tiny.denoiser_of(pipe)
+    group = denoiser._tokenmerge.state.groups[0]
+    merged: list[int] = []
+    denoiser.register_forward_hook(lambda *_: merged.append(group.slot.map.merged_count))
+    tiny.draw(pipe, steps=6)
+    calls, count = len(merged) // 6, group.slot.map.token_count
+    assert merged == [count * 3 // 4] * 3 * calls + [count // 4] * 3 * calls
+    assert counts(pipe) == (2 * calls, 2 * calls)
+    assert "ratio 0.25, 0.75 over steps" in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_ratios_over_blocks(kind: str) -> None:
+    pipe = apply(tiny.build(kind), block_ratios=(0.25, 0.75))
+    tiny.draw(pipe)
+    groups = tokenmerge.summary(pipe).groups
+    assert {group["group"].rpartition(" part ")[2] for group in groups} == {"1", "2"}
+    for group in groups:
+        before, after = map(int, group["tokens"].split(" -> "))
+        assert after == before * (0.75 if group["group"].endswith("part 1") else 0.25)
+    sites = sum(group["sites"] for group in groups)
+    assert sites == len(tokenmerge.summary(apply(pipe)).plan.merged_sites)
+
+
+def test_equal_ratios_of_all_parts_are_one_ratio() -> None:
+    choices: list[dict[str, Any]] = [{"ratio": 0.5}, {"step_ratios": (0.5,)}, {"block_ratios": (0.5,)}]
+    first, *others = [tiny.draw(apply(tiny.build("sdxl"), **options), steps=4) for options in choices]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_ratios": (0.5, 1.0)}, "ratios in"),
+        ({"block_ratios": ()}, "one or more"),
+        ({"block_ratios": (0.5,), "step_ratios": (0.5,)}, "give one of them"),
+    ],
+)
+def test_ratios_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenMergeError, match=message):
+        apply(tiny.build("sdxl"), **options)
+
+
+def test_ratios_over_steps_need_a_schedule() -> None:
+    with pytest.raises(TokenMergeError, match="step_ratios needs to know"):
+        apply(tiny.sdxl_unet(), step_ratios=(0.25, 0.5))

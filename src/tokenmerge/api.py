@@ -235,7 +235,9 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
     for site in plan_.merged_sites:
         method = method_for(plan_.config, site.depth)
         if site.group not in groups:
-            groups[site.group] = state.add_group(site.group, site.block.level, method, shared=family.shared)
+            groups[site.group] = state.add_group(
+                site.group, site.block.level, method, ratio=site.ratio, shared=family.shared
+            )
         group, block, ports = groups[site.group], site.block, site.block.kind.ports
         if site.part is None:
             span = Span() if site.first else span
@@ -289,10 +291,11 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
             f"a cache ({caches[0]}) is enabled already; a cache must come after merging: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
-    if config.schedule.windowed and scheduler is None:
+    if config.needs_length and scheduler is None:
+        window = f"a merging window of {config.schedule.start} to {config.schedule.stop}"
         raise TokenMergeError(
-            f"a merging window of {config.schedule.start} to {config.schedule.stop} needs to know how many steps there "
-            "are; apply to the pipeline, or give scheduler=..."
+            f"{window if config.schedule.windowed else 'step_ratios'} needs to know how many steps there are; "
+            "apply to the pipeline, or give scheduler=..."
         )
     _check_fused(denoiser, config)
     blocks = family.blocks(denoiser)

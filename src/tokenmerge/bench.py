@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from . import api
 from .adapters import family_of
 from .adapters.loading import load_denoiser
 from .compiling import compile, uncompile
-from .config import MergeConfig, Schedule, TokenMergeError
+from .config import MergeConfig, TokenMergeError
 from .measure import Stopwatch, environment, timed
 from .methods import method_for
 from .tables import markdown
@@ -43,18 +44,22 @@ class Candidate:
         """The phase of every step. Fixed maps are made once; those of the bound cost nothing by definition."""
         if self.config is None:
             return ["full"] * steps
-        phases = phases_of(self.config.schedule, steps)
+        phases = phases_of(self.config, steps)
         method = method_for(self.config)
         if method.PER_BLOCK:
-            return ["full" if phase == "full" else "select" for phase in phases]
+            return [_renamed(phase, "select") for phase in phases]
         if not method.REFRESHES:
-            first = phases.index("select")
-            free = self.config.method == "lower-bound"
+            made = [] if self.config.method == "lower-bound" else [phases.index(each) for each in dict.fromkeys(phases)]
             return [
-                phase if phase == "full" or (step == first and not free) else "reuse"
+                phase if step in made and "select" in phase else _renamed(phase, "reuse")
                 for step, phase in enumerate(phases)
             ]
         return phases
+
+
+def _renamed(phase: str, name: str) -> str:
+    """A phase as if `name` were what it renews."""
+    return re.sub("select|reweigh|reuse", name, phase)
 
 
 class _Loop:
@@ -87,12 +92,17 @@ class Setting:
     command: str  # that asked for it
 
 
-def phases_of(schedule: Schedule, steps: int) -> list[str]:
+def phases_of(config: MergeConfig, steps: int) -> list[str]:
     """The phase of every step of an image."""
+    schedule = config.schedule
     phases = []
-    selected = weighed = anchored = None
+    ratio = selected = weighed = anchored = None
     for step in range(steps):
-        if not schedule.merges(step / steps):
+        if ratio != config.ratio_at(step / steps):
+            # Another ratio has maps of its own.
+            ratio = config.ratio_at(step / steps)
+            selected = weighed = anchored = None
+        if not schedule.merges(step / steps) or ratio == 0:
             phases.append("full")
             continue
         anchor = schedule.anchors(step, anchored)
@@ -100,7 +110,8 @@ def phases_of(schedule: Schedule, steps: int) -> list[str]:
         anchored = step if anchor else anchored
         selected = step if phase == "select" else selected
         weighed = weighed if phase == "reuse" else step
-        phases.append(f"anchor, {phase}" if anchor else phase)
+        label = f"anchor, {phase}" if anchor else phase
+        phases.append(f"{label} at {ratio:g}" if config.step_ratios else label)
     return phases
 
 
@@ -372,5 +383,6 @@ def _spread(laps: list[float]) -> str:
 
 def _sites(config: dict[str, Any]) -> str:
     """What a method shares with its bound: where it merges, and how much."""
-    names = ("ratio", "regions", "merge_regions", "sites", "components", "levels", "skip_first", "skip_last")
+    names = ["ratio", "step_ratios", "block_ratios", "regions", "merge_regions", "sites", "components", "levels"]
+    names += ["skip_first", "skip_last"]
     return json.dumps({name: config.get(name) for name in names})

@@ -24,6 +24,8 @@ GAPS = ("hold", "linear")
 SITES = ("component", "block", "span")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
+# Fields that JSON, YAML and command lines give as lists.
+_TUPLES = ("step_ratios", "block_ratios", "components", "levels")
 REGION_KINDS = ("whole", "tile", "stripe")
 
 DEFAULT_REGION_COUNT = 64
@@ -108,6 +110,10 @@ class Schedule:
         # A loop may take more steps than its schedule has; without an end to the window they merge like the others.
         return self.start <= position and (position < self.stop or self.stop == 1.0)
 
+    def within(self, position: float) -> float:
+        """Share of the merging window that lies behind a position in it."""
+        return (position - self.start) / (self.stop - self.start)
+
     def anchors(self, step: int, anchored: int | None) -> bool:
         """Whether the step is an anchor, given the last one of this image."""
         return self.anchor_every > 0 and (anchored is None or step - anchored >= self.anchor_every)
@@ -127,6 +133,9 @@ class MergeConfig:
     """Everything that decides what merging does. `ratio` is the share of tokens removed."""
 
     ratio: float = 0.5
+    # Other ratios, for equal parts of the merging window, or of the merged blocks of each group, first to last.
+    step_ratios: tuple[float, ...] | None = None
+    block_ratios: tuple[float, ...] | None = None
     method: str = "toma"
     # Where destinations are chosen, and where tokens merge into them (None: in the same regions).
     regions: str = "tile:4x4"
@@ -154,8 +163,7 @@ class MergeConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        # Lists come from JSON, YAML and command lines.
-        for name in ("components", "levels"):
+        for name in _TUPLES:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.schedule, Mapping):
@@ -165,6 +173,14 @@ class MergeConfig:
             raise TokenMergeError(
                 f"ratio is {self.ratio}; it is the share of tokens removed and must be in [0, 1), for example 0.5"
             )
+        for name in ("step_ratios", "block_ratios"):
+            ratios = getattr(self, name)
+            if ratios is None:
+                continue
+            if not ratios or not all(type(ratio) in (int, float) and 0 <= ratio < 1 for ratio in ratios):
+                raise TokenMergeError(f"{name} is {ratios}; it is one or more ratios in [0, 1), as in (0.25, 0.5)")
+        if self.step_ratios is not None and self.block_ratios is not None:
+            raise TokenMergeError("both step_ratios and block_ratios were given; give one of them")
         for name, choices in (
             ("method", METHODS),
             ("selection", SELECTIONS),
@@ -202,6 +218,20 @@ class MergeConfig:
                 )
 
     @property
+    def ratios(self) -> tuple[float, ...]:
+        """Every ratio that some step or block has."""
+        return self.step_ratios or self.block_ratios or (self.ratio,)
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether what a step does depends on how many there are."""
+        return self.schedule.windowed or self.step_ratios is not None
+
+    def ratio_at(self, position: float) -> float:
+        """The ratio of the step at `position`, its share of the whole schedule in [0, 1)."""
+        return self.ratio if self.step_ratios is None else part_of(self.step_ratios, self.schedule.within(position))
+
+    @property
     def select_in(self) -> Regions:
         return Regions.parse(self.regions)
 
@@ -221,7 +251,7 @@ class MergeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
-        for name in ("components", "levels"):
+        for name in _TUPLES:
             if plain[name] is not None:
                 plain[name] = list(plain[name])
         return plain
@@ -243,6 +273,11 @@ class MergeConfig:
     @classmethod
     def from_yaml(cls, text: str) -> MergeConfig:
         return cls.from_dict(_loaded_mapping(_yaml().safe_load(text), "YAML"))
+
+
+def part_of(values: tuple[float, ...], share: float) -> float:
+    """The value of the part that a share in [0, 1) falls into, when values have equal parts."""
+    return values[min(len(values) - 1, max(0, int(share * len(values))))]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

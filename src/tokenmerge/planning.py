@@ -27,6 +27,7 @@ class PlannedSite:
     component: str  # a component's name, or "block", or "span"
     group: str  # whose maps it uses: in a span those of its first block
     depth: float  # share of the model's blocks that run before it
+    ratio: float
     part: Component | None = None
     skipped: str = ""
     first: bool = True  # of its span
@@ -43,11 +44,16 @@ class PlannedGroup:
     merges: int  # times tokens are merged and unmerged in one denoiser call
     width: int
     grid: TokenGrid
-    layout: Layout
+    layouts: tuple[Layout, ...]  # one for each part of the schedule that has its own ratio
     regions: str
-    saved: float  # multiplications of one denoiser call, by the paper's cost model
+    saved: float  # multiplications of one denoiser call, by the paper's cost model, on average over steps
     spent: float
     total: float
+
+    @property
+    def merged(self) -> tuple[int, ...]:
+        """Tokens after merging, by part of the schedule."""
+        return tuple(layout.merged if self.merges else layout.tokens for layout in self.layouts)
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ class Plan:
                     "name": group.name,
                     "grid": str(group.grid),
                     "regions": group.regions,
-                    "tokens": group.layout.tokens,
-                    "merged": group.layout.merged,
+                    "tokens": group.grid.count,
+                    "merged": [layout.merged for layout in group.layouts],
                     "blocks": group.blocks,
                     "merged_blocks": group.merged_blocks,
                     "merges": group.merges,
@@ -115,7 +121,7 @@ class Plan:
                     group.name,
                     f"{group.merged_blocks} of {group.blocks}",
                     str(group.grid),
-                    f"{group.layout.tokens} -> {group.layout.merged if group.merges else group.layout.tokens}",
+                    f"{group.grid.count} -> {', '.join(map(str, group.merged))}",
                     group.regions if group.merges else "not merged",
                     f"{group.saved / self._total:.1%}",
                     f"{group.spent / self._total:.1%}",
@@ -136,7 +142,9 @@ class Plan:
     def _headline(self) -> str:
         how = {"component": "once per component", "block": "once per block", "span": "once per span of blocks"}
         counts = f"{len(self.merged_sites)} of {len(self.sites)} sites"
-        return f"{self.config.method} at ratio {self.config.ratio:g}, {how[self.config.sites]}, {counts}"
+        ratios = ", ".join(f"{ratio:g}" for ratio in self.config.ratios)
+        over = " over steps" if self.config.step_ratios else " over blocks" if self.config.block_ratios else ""
+        return f"{self.config.method} at ratio {ratios}{over}, {how[self.config.sites]}, {counts}"
 
 
 def skip_reasons(sites: Iterable[PlannedSite]) -> dict[str, int]:
@@ -155,14 +163,15 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
     _check_method(denoiser, blocks, config)
     skipped = _skipped_blocks(blocks, config)
     list_sites = _component_sites if config.sites == "component" else _block_sites
-    sites = list_sites(blocks, skipped, config)
-    if config.method != "none" and config.ratio > 0 and not any(not site.skipped for site in sites):
+    parts = _parts(blocks, skipped, config)
+    sites = list_sites(blocks, skipped, parts, config)
+    if config.method != "none" and any(config.ratios) and not any(not site.skipped for site in sites):
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(sites).items())
         raise TokenMergeError(
             f"no site of {type(denoiser).__name__} would be merged ({reasons or 'it has no transformer blocks'}); "
             "change levels, components, skip_first or skip_last"
         )
-    groups = () if call is None else tuple(_planned_groups(blocks, sites, config, call))
+    groups = () if call is None else tuple(_planned_groups(blocks, sites, parts, config, call))
     return Plan(type(denoiser).__name__, family.name, config, tuple(sites), groups)
 
 
@@ -185,7 +194,7 @@ def _check_method(denoiser: nn.Module, blocks: list[Block], config: MergeConfig)
 def _skipped_blocks(blocks: list[Block], config: MergeConfig) -> dict[str, str]:
     """Reasons to leave blocks alone, by block name."""
     reasons: dict[str, str] = {}
-    if config.method == "none" or config.ratio == 0.0:
+    if config.method == "none" or not any(config.ratios):
         why = "method 'none' merges nothing" if config.method == "none" else "ratio 0 keeps every token"
         return {block.name: why for block in blocks}
     for group in dict.fromkeys(block.group for block in blocks):
@@ -206,21 +215,37 @@ def _number(skip: int | float, members: int) -> int:
     return skip if isinstance(skip, int) else round(skip * members)
 
 
-def _component_sites(blocks: list[Block], skipped: dict[str, str], config: MergeConfig) -> list[PlannedSite]:
+def _parts(blocks: list[Block], skipped: dict[str, str], config: MergeConfig) -> dict[str, int]:
+    """Which of the block ratios each block has: equal parts of the merged blocks of a group."""
+    count = len(config.block_ratios or (config.ratio,))
+    parts = {}
+    for group in dict.fromkeys(block.group for block in blocks):
+        members = [block for block in blocks if block.group == group]
+        merged = sum(block.name not in skipped for block in members)
+        before = 0
+        for block in members:
+            parts[block.name] = min(count - 1, before * count // max(1, merged))
+            before += block.name not in skipped
+    return parts
+
+
+def _component_sites(
+    blocks: list[Block], skipped: dict[str, str], parts: dict[str, int], config: MergeConfig
+) -> list[PlannedSite]:
     sites = []
     for place, block in enumerate(blocks):
         depth = place / len(blocks)
-        group = _group(block, depth, config)
+        group, ratio = _group(block, depth, parts, config), _ratio(block, parts, config)
         shortened = {"self_attention": block.kind.keys_values}
-        for name, parts in (shortened if method_for(config).KEYS_VALUES else block.kind.components).items():
-            for part in parts:
+        for name, components in (shortened if method_for(config).KEYS_VALUES else block.kind.components).items():
+            for part in components:
                 # Optional submodules are None in blocks that lack them.
                 if _submodule(block.module, part.entry) is None:
                     continue
                 reason = skipped.get(block.name) or (
                     "" if name in config.components else f"{name} is not in components"
                 )
-                sites.append(PlannedSite(f"{block.name}.{part.entry}", block, name, group, depth, part, reason))
+                sites.append(PlannedSite(f"{block.name}.{part.entry}", block, name, group, depth, ratio, part, reason))
     return sites
 
 
@@ -231,61 +256,84 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
     return found
 
 
-def _group(block: Block, depth: float, config: MergeConfig) -> str:
-    return f"{block.group} {method_for(config, depth).label}".strip()
+def _group(block: Block, depth: float, parts: dict[str, int], config: MergeConfig) -> str:
+    words = [
+        block.group,
+        method_for(config, depth).label,
+        f"part {parts[block.name] + 1}" if config.block_ratios else "",
+    ]
+    return " ".join(word for word in words if word)
 
 
-def _block_sites(blocks: list[Block], skipped: dict[str, str], config: MergeConfig) -> list[PlannedSite]:
+def _ratio(block: Block, parts: dict[str, int], config: MergeConfig) -> float:
+    return config.block_ratios[parts[block.name]] if config.block_ratios else config.ratio
+
+
+def _block_sites(
+    blocks: list[Block], skipped: dict[str, str], parts: dict[str, int], config: MergeConfig
+) -> list[PlannedSite]:
     """One site per block; with sites="span", runs of unskipped blocks of one line become spans."""
     sites: list[PlannedSite] = []
     limit = 1 if config.sites == "block" else config.span or len(blocks)
-    length, leader, line = 0, "", None
+    length, leader, line, part = 0, "", "", 0
     for place, block in enumerate(blocks):
         depth = place / len(blocks)
         reason = skipped.get(block.name, "")
-        starts = length == 0 or length == limit or block.line != line
+        starts = length == 0 or length == limit or (block.line, parts[block.name]) != (line, part)
         length = 0 if reason else (1 if starts else length + 1)
-        line = block.line
-        leader = _group(block, depth, config) if starts else leader
+        line, part = block.line, parts[block.name]
+        leader = _group(block, depth, parts, config) if starts else leader
         following = blocks[place + 1] if place + 1 < len(blocks) else None
-        ends = length == limit or following is None or following.line != line or following.name in skipped
-        group = _group(block, depth, config) if reason else leader
-        sites.append(PlannedSite(block.name, block, config.sites, group, depth, None, reason, starts, ends))
+        ends = (
+            length == limit
+            or following is None
+            or (following.line, parts[following.name]) != (line, part)
+            or following.name in skipped
+        )
+        group, ratio = _group(block, depth, parts, config) if reason else leader, _ratio(block, parts, config)
+        sites.append(PlannedSite(block.name, block, config.sites, group, depth, ratio, None, reason, starts, ends))
     return sites
 
 
 def _planned_groups(
-    blocks: list[Block], sites: list[PlannedSite], config: MergeConfig, call: DenoiserCall
+    blocks: list[Block], sites: list[PlannedSite], parts: dict[str, int], config: MergeConfig, call: DenoiserCall
 ) -> Iterable[PlannedGroup]:
     method = method_for(config)
-    settled = method.settle(config)
-    for name in dict.fromkeys(block.group for block in blocks):
-        members = [block for block in blocks if block.group == name]
-        merged = [site for site in sites if site.block.group == name and not site.skipped]
-        grid = TokenGrid(*grid_at_level(call, members[0].level))
-        partition = method.partition((grid,), settled)
-        layout, width = partition.layout, members[0].width
+    for name, part in dict.fromkeys((block.group, parts[block.name]) for block in blocks):
+        members = [block for block in blocks if (block.group, parts[block.name]) == (name, part)]
+        inside = {block.name for block in members}
+        merged = [site for site in sites if site.block.name in inside and not site.skipped]
+        grid, width = TokenGrid(*grid_at_level(call, members[0].level)), members[0].width
         merges, merged_blocks = sum(site.first for site in merged), len({site.block.name for site in merged})
-        saved = spent = 0.0
-        if merged and layout.merged < layout.tokens:
-            saved = sum(_saved(site, layout, width, keys_values=method.KEYS_VALUES) for site in merged)
+        total = len(members) * _work(tuple(_SHARES), grid.count, width)
+        layouts, saved, spent, regions = [], 0.0, 0.0, ""
+        ratios = config.step_ratios or (_ratio(members[0], parts, config),)
+        for ratio in ratios:
+            settled = method.settle(config.replace(ratio=ratio, step_ratios=None, block_ratios=None))
+            partition = method.partition((grid,), settled)
+            layout, regions = partition.layout, partition.description
+            layouts.append(layout)
+            if not merged or layout.merged == layout.tokens:
+                continue
+            saved += sum(_saved(site, layout, width, keys_values=method.KEYS_VALUES) for site in merged)
             if config.schedule.anchor_every:
                 # An anchor also runs blocks whole.
                 saved -= len(merged) * _work(tuple(_SHARES), layout.tokens, width) / config.schedule.anchor_every
             # A span has many blocks and merges once; a block has many components that merge, with one map.
-            spent = method.spent(layout, width, settled, blocks=min(merges, merged_blocks), merges=merges)
+            spent += method.spent(layout, width, settled, blocks=min(merges, merged_blocks), merges=merges)
+        label = f"{name} part {part + 1}" if config.block_ratios else name
         yield PlannedGroup(
-            name,
+            label,
             len(members),
             merged_blocks,
             merges,
             width,
             grid,
-            layout,
-            partition.description,
-            saved,
-            spent,
-            len(members) * _work(tuple(_SHARES), layout.tokens, width),
+            tuple(layouts),
+            regions,
+            saved / len(ratios),
+            spent / len(ratios),
+            total,
         )
 
 

@@ -183,7 +183,10 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        self._config = method.settle(config)
+        ratios = config.step_ratios or (config.ratio,)
+        self._configs = {each: method.settle(config.replace(ratio=each, step_ratios=None)) for each in ratios}
+        self._wish = config
+        self._config = self._configs[ratios[0]]
         self._clock = clock
         self._method = method
         self._seed = config.seed + index
@@ -196,12 +199,14 @@ class MergeGroup:
     def enter(self, call: DenoiserCall, *, anchor: bool) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         self.settle()
+        self._config = self._configs[self._wish.ratio_at(self._clock.position)]
         height, width = grid_at_level(call, self.level)
-        key = (call.batch, height * width if height else call.tokens, call.text_tokens, call.dtype, call.device)
+        size = (call.batch, height * width if height else call.tokens, call.text_tokens, call.dtype, call.device)
+        key = (self._config.ratio, *size)
         if key not in self._slots:
-            while len(self._slots) >= _MAX_SIZES:
+            while len(self._slots) >= _MAX_SIZES * len(self._configs):
                 del self._slots[next(iter(self._slots))]
-            self._slots[key] = self._allocate(*key, call.rotary_width)
+            self._slots[key] = self._allocate(*size, call.rotary_width)
         self.slot = slot = self._slots[key]
         image, step, turn = self._clock.now
         turn = min(turn, _MAX_CALLS)
@@ -293,6 +298,11 @@ class MergeGroup:
         return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
 
     @property
+    def ratio(self) -> float:
+        """Of this call."""
+        return self._config.ratio
+
+    @property
     def phase(self) -> str:
         """What is due in this call: select, reweigh or reuse."""
         assert self._due is not None
@@ -310,7 +320,7 @@ class MergeGroup:
         self._due.maps_done, self._due.rotary_done = done
 
     def _partition_on(self, device: torch.device) -> Partition:
-        key = (self.grids, device)
+        key = (self.grids, device, self._config.ratio)
         if key not in self._partitions:
             self._partitions[key] = self._method.partition(self.grids, self._config).to(device)
         return self._partitions[key]
@@ -351,12 +361,14 @@ class MergeState:
             # No gap is kept for so many calls, and anchors at every step would cost more than merging saves.
             self.mode = "full"
             return
-        for_image, for_size, steps = self._anchors.get(turn, (image, call.size, []))
-        known = steps if (for_image, for_size) == (image, call.size) else []
+        # Another ratio has other maps, so gaps of the last one mean nothing to it.
+        size = (*call.size, self.config.ratio_at(self.clock.position))
+        for_image, for_size, steps = self._anchors.get(turn, (image, size, []))
+        known = steps if (for_image, for_size) == (image, size) else []
         if self.config.schedule.anchors(step, known[-1] if known else None):
             self.mode = "anchor"
             known = [*known[-1:], step]
-        self._anchors[turn] = (image, call.size, known)
+        self._anchors[turn] = (image, size, known)
 
     def _enter_memories(self, call: DenoiserCall) -> None:
         """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
@@ -387,10 +399,16 @@ class MergeState:
         return sum(memory.nbytes for _, memory in self._memories)
 
     def add_group(
-        self, name: str, level: int = 0, method: Method[Any] | None = None, *, shared: bool = False
+        self,
+        name: str,
+        level: int = 0,
+        method: Method[Any] | None = None,
+        *,
+        ratio: float | None = None,
+        shared: bool = False,
     ) -> MergeGroup:
-        method = method or method_for(self.config)
-        group = MergeGroup(name, len(self.groups), method, self.config, self.clock, level, shared)
+        config = self.config if ratio is None else self.config.replace(ratio=ratio, block_ratios=None)
+        group = MergeGroup(name, len(self.groups), method or method_for(config), config, self.clock, level, shared)
         self.groups.append(group)
         return group
 
@@ -399,9 +417,9 @@ class MergeState:
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
-            if self.config.schedule.windowed:
+            if self.config.needs_length:
                 raise TokenMergeError(
-                    "the scheduler that merging follows is gone, and its window cannot be kept without one; "
+                    "the scheduler that merging follows is gone, and what a step does depends on how many there are; "
                     "apply to the pipeline that runs"
                 )
             self.clock.follow_timestep(float(call.timestep.flatten()[0]))
@@ -425,19 +443,21 @@ class MergeState:
                 group.grids = grids_of_ids(call.ids)
             group.enter(call, anchor=self.mode == "anchor")
         self._enter_memories(call)
-        if not any(group.slot and group.slot.merges for group in self.groups):
+        ratios = {group.ratio for group in self.groups}
+        if any(ratios) and not any(group.slot and group.slot.merges for group in self.groups):
             raise TokenMergeError(
-                f"at this size ratio {self.config.ratio} removes no token in regions {self.config.regions!r}; "
+                f"at this size ratio {max(ratios)} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
 
     @property
     def phase(self) -> str:
         """What the last call to enter does: full, reuse, reweigh or select; the last three also at an anchor."""
-        if self.mode == "full":
+        if self.mode == "full" or not any(group.slot and group.slot.merges for group in self.groups):
             return "full"
         phase = max((group.phase for group in self.groups), key=("reuse", "reweigh", "select").index)
-        return f"anchor, {phase}" if self.mode == "anchor" else phase
+        phase = f"anchor, {phase}" if self.mode == "anchor" else phase
+        return f"{phase} at {self.groups[0].ratio:g}" if self.config.step_ratios else phase
 
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""
@@ -501,7 +521,7 @@ class MergeState:
         """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""
         if hasattr(scheduler, "begin_index"):
             return scheduler.begin_index or 0
-        if not self.config.schedule.windowed:
+        if not self.config.needs_length:
             return 0
         places = (scheduler.timesteps.cpu() == timestep.flatten()[0].cpu()).nonzero()
         return int(places[0]) if len(places) else 0
