@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import TokenMergeError
+from ..config import TokenMergeError
 
 _PEAK = 255.0
 # Wang et al. 2004: an 11x11 Gaussian window of deviation 1.5, and these constants.
