@@ -19,6 +19,8 @@ LAYERS = [
     ["evaluation"],
     ["generate"],
     ["api"],
+    ["compiling"],
+    ["graphs"],
     ["planning"],
     ["adapters"],
     ["hooks"],

@@ -6,6 +6,7 @@ from .config import MergeConfig, Schedule, TokenMergeError, presets
 
 if TYPE_CHECKING:
     from .api import Summary, applied, apply, plan, remove, summary, supported_models
+    from .compiling import compile, uncompile
     from .planning import Plan
 
 __version__ = "0.1.0"
@@ -18,14 +19,17 @@ __all__ = [
     "TokenMergeError",
     "applied",
     "apply",
+    "compile",
     "plan",
     "presets",
     "remove",
     "summary",
     "supported_models",
+    "uncompile",
 ]
 
 _LAZY = {"Plan": "planning", "Summary": "api", **dict.fromkeys(("applied", "apply", "plan"), "api")}
+_LAZY |= dict.fromkeys(("compile", "uncompile"), "compiling")
 _LAZY |= dict.fromkeys(("remove", "summary", "supported_models"), "api")
 
 

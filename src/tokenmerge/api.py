@@ -11,18 +11,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .adapters import Family, families, family_of
+from .adapters import Family, denoiser_of, families, family_of
+from .compiling import compiled_state
 from .config import MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
 from .hooks import BlockSite, ComponentSite, Installation, Span
 from .planning import Plan, plan_model
-from .state import MergeState
+from .state import RECORD, MergeState
 from .tables import table
 
 Model = TypeVar("Model")
 
-# Where `apply` keeps its record, on the denoiser itself so that both live and die together.
-_RECORD = "_tokenmerge"
 # Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
 # inside, where tokens are merged.
 _OUTER_CACHES = ("fbc_", "mag_cache_")
@@ -43,14 +42,20 @@ class Summary:
 
     plan: Plan | None
     groups: tuple[dict[str, Any], ...] = ()
+    compiled: str = "not by tokenmerge.compile"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_dict() if self.plan else None, "groups": list(self.groups)}
+        return {
+            "plan": self.plan.to_dict() if self.plan else None,
+            "groups": list(self.groups),
+            "compiled": self.compiled,
+        }
 
     def __str__(self) -> str:
+        compiled = f"Compiled: {self.compiled}."
         if self.plan is None:
-            return "Merging is not applied."
-        lines = [str(self.plan)]
+            return f"Merging is not applied.\n{compiled}"
+        lines = [str(self.plan), compiled]
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             lines += ["", table(columns, [[str(group[column]) for column in columns] for group in self.groups])]
@@ -85,18 +90,18 @@ def apply(
 def remove(model: Model) -> Model:
     """Take merging off a pipeline or denoiser, which is then exactly as before `apply`. Safe to call twice."""
     denoiser = denoiser_of(model)
-    record = vars(denoiser).get(_RECORD)
+    record = vars(denoiser).get(RECORD)
     if record is not None:
         record.installation.uninstall()
         record.state.close()
-        delattr(denoiser, _RECORD)
+        delattr(denoiser, RECORD)
     return model
 
 
 @contextmanager
 def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> Iterator[Model]:
     """Merge inside a `with` block; afterwards the model has what it had before, be it merging or none."""
-    before = vars(denoiser_of(model)).get(_RECORD)
+    before = vars(denoiser_of(model)).get(RECORD)
     apply(model, config, **options)
     try:
         yield model
@@ -129,11 +134,13 @@ def plan(
 
 def summary(model: Any) -> Summary:
     """What is merged in a pipeline or denoiser, and how often selection and weights have run."""
-    record = vars(denoiser_of(model)).get(_RECORD)
+    denoiser = denoiser_of(model)
+    record = vars(denoiser).get(RECORD)
     if record is None:
-        return Summary(None)
+        return Summary(None, compiled=compiled_state(denoiser))
     groups = []
     for group in record.state.groups:
+        group.settle()
         partition = group.partition
         groups.append(
             {
@@ -147,7 +154,7 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    return Summary(record.plan, tuple(groups))
+    return Summary(record.plan, tuple(groups), compiled_state(denoiser))
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class TokenMap:
 
 def token_maps(model: Any) -> list[TokenMap]:
     """The maps of a model that has run with merging, one for each group; reference images are left out."""
-    record = vars(denoiser_of(model)).get(_RECORD)
+    record = vars(denoiser_of(model)).get(RECORD)
     maps = []
     for group in record.state.groups if record is not None else ():
         if group.partition is None or group.slot is None:
@@ -185,13 +192,6 @@ def config_for(model: Any, preset: str | None = None, **options: Any) -> MergeCo
     return resolve_config(family_of(denoiser_of(model)), None, preset, options)
 
 
-def compile_blocks(model: Any) -> None:
-    """Compile the transformer blocks of a pipeline or denoiser, each by itself (regional compilation)."""
-    denoiser = denoiser_of(model)
-    for block in family_of(denoiser).blocks(denoiser):
-        block.module.compile(fullgraph=True)
-
-
 def resolve_config(
     family: Family, config: MergeConfig | None, preset: str | None, options: dict[str, Any]
 ) -> MergeConfig:
@@ -205,7 +205,7 @@ def resolve_config(
 
 def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
-    before = vars(denoiser).get(_RECORD)
+    before = vars(denoiser).get(RECORD)
     remove(denoiser)
     state = MergeState(plan_.config, scheduler_of if plan_.merged_sites else lambda: None)
     installation = Installation()
@@ -218,7 +218,7 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
         if before is not None:
             _apply_plan(denoiser, family, before.plan, before.scheduler_of)
         raise
-    setattr(denoiser, _RECORD, _Applied(plan_, state, installation, scheduler_of))
+    setattr(denoiser, RECORD, _Applied(plan_, state, installation, scheduler_of))
 
 
 def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation) -> None:
@@ -310,21 +310,6 @@ def _check_caches(denoiser: nn.Module, config: MergeConfig) -> None:
                 f"a cache ({name}) compares tokens between blocks, where a span has merged ones; "
                 "use sites='block', or call disable_cache()"
             )
-
-
-def denoiser_of(model: Any) -> nn.Module:
-    """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
-    module = model
-    if not isinstance(model, nn.Module):
-        found = [getattr(model, name, None) for name in ("unet", "transformer")]
-        module = next((part for part in found if isinstance(part, nn.Module)), None)
-        if module is None:
-            raise TokenMergeError(
-                f"{type(model).__name__} is neither a module nor a pipeline with a unet or transformer; "
-                f"supported denoisers are {', '.join(supported_models())}"
-            )
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
 
 
 def _scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:

@@ -13,15 +13,14 @@ import torch
 from PIL import Image
 
 from . import api
+from .adapters import denoiser_of
 from .adapters.loading import CallDefaults, load_pipeline
+from .compiling import compile
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
 from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
 from .quality import compare
 from .tables import table
-
-# Steps of the untimed run that loads kernels, fills caches and, where asked, compiles.
-_WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,13 @@ def make_picture(
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
         variants.append(Variant(f"{config.method} {config.ratio:g}", config))
     if compile_blocks:
-        api.compile_blocks(pipe)
+        compile(pipe)
     width, height = _size(size, defaults, pipe)
     seeds = tuple(range(seed, seed + number))
     request = Request(prompt, steps or defaults.steps, width, height, seeds, guidance, defaults)
-    rows = generate(pipe, request, variants, show_destinations=show_destinations)
+    # The untimed run loads kernels and fills caches; compiled code must also see every phase of the schedule twice.
+    warm_up_steps = request.steps if compile_blocks else 2
+    rows = generate(pipe, request, variants, show_destinations=show_destinations, warm_up_steps=warm_up_steps)
     save_picture(compose(rows, prompt), path)
     return Result(rows, path, environment(place))
 
@@ -165,7 +166,7 @@ def _device(name: str | None) -> torch.device:
 def _size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
     """Width and height: as asked, or the model's own."""
     if text is None:
-        latent = getattr(pipe, "default_sample_size", None) or api.denoiser_of(pipe).config["sample_size"]  # type: ignore[index]
+        latent = getattr(pipe, "default_sample_size", None) or denoiser_of(pipe).config["sample_size"]  # type: ignore[index]
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     match = re.fullmatch(r"(\d+)x(\d+)", text)
@@ -181,28 +182,30 @@ def _size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int
 
 
 def generate(
-    pipe: Any, request: Request, variants: Sequence[Variant], *, show_destinations: bool = False
+    pipe: Any, request: Request, variants: Sequence[Variant], *, show_destinations: bool = False, warm_up_steps: int = 2
 ) -> list[list[Shot]]:
-    """For every seed, the original and each variant. All variants are warmed up before any is timed."""
+    """For every seed, the original and each variant, each warmed up before it is timed."""
     device = torch.device(pipe._execution_device)
-    every = [Variant("original"), *variants]
-    for variant in every:
-        _draw(pipe, request, variant, request.seeds[0], min(_WARM_UP_STEPS, request.steps), device, "warm-up")
-    rows = []
-    for seed in request.seeds:
-        row: list[Shot] = []
-        for variant in every:
-            picture, seconds = _draw(pipe, request, variant, seed, request.steps, device, variant.label)
+    columns: list[list[Shot]] = []
+    for variant in (Variant("original"), *variants):
+        if variant.config is None:
+            api.remove(pipe)
+        else:
+            api.apply(pipe, variant.config)
+        _draw(pipe, request, request.seeds[0], min(warm_up_steps, request.steps), device, "warm-up")
+        column = []
+        for place, seed in enumerate(request.seeds):
+            picture, seconds = _draw(pipe, request, seed, request.steps, device, variant.label)
             shot = Shot(variant, seed, picture, seconds, _tokens(pipe))
             if variant.config is not None:
-                first = row[0]
+                first = columns[0][place]
                 drift = compare(to_tensor(first.picture), to_tensor(picture))
                 overlay = _overlay(pipe, picture) if show_destinations else None
                 shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
-            row.append(shot)
-        rows.append(row)
+            column.append(shot)
+        columns.append(column)
     api.remove(pipe)
-    return rows
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def report(rows: Sequence[Sequence[Shot]]) -> str:
@@ -246,12 +249,8 @@ def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
 
 
 def _draw(
-    pipe: Any, request: Request, variant: Variant, seed: int, steps: int, device: torch.device, label: str
+    pipe: Any, request: Request, seed: int, steps: int, device: torch.device, label: str
 ) -> tuple[Image.Image, float]:
-    if variant.config is None:
-        api.remove(pipe)
-    else:
-        api.apply(pipe, variant.config)
     pipe.set_progress_bar_config(desc=f"{label:>12}", leave=False)
     arguments = request.arguments(pipe, seed, steps)
     try:

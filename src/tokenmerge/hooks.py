@@ -98,7 +98,7 @@ class Site(ABC):
     @property
     def idle(self) -> bool:
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
-        return self.state.mode == "full" or self.slot.map.merged_count == self.slot.map.token_count
+        return self.state.mode == "full" or not self.slot.merges
 
     def merge(self, tokens: Tensor, tables: list[Tensor]) -> Tensor:
         """Refresh what is due, then [B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""

@@ -23,6 +23,8 @@ from .methods import method_for
 from .ops import backend_for
 from .watch import watch
 
+# Where `apply` keeps its record, on the denoiser itself so that both live and die together.
+RECORD = "_tokenmerge"
 # Denoiser calls within one step that keep maps of their own (guidance makes two or three). Later ones select anew.
 _MAX_CALLS = 4
 # Sizes of image whose maps stay allocated.
@@ -90,14 +92,6 @@ class Clock:
 
 
 @dataclass
-class Slot:
-    """The tensors that the layers of a group read for one size of image."""
-
-    map: MergeMap
-    rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
-
-
-@dataclass
 class _Record:
     """When the maps of one call of the step were made."""
 
@@ -105,6 +99,19 @@ class _Record:
     selected: int | None = None
     weighed: int | None = None
     rotary: bool = False  # whether the rotary tables follow the selection
+
+
+@dataclass
+class _Due:
+    """What one denoiser call must renew before its layers read the maps. The first layer to run does it: a cache may
+    skip them all."""
+
+    record: _Record
+    step: int
+    phase: str
+    maps_done: bool = False
+    rotary_done: bool = False
+    settled: bool = False
 
 
 @dataclass
@@ -132,6 +139,20 @@ class _History:
         return known
 
 
+@dataclass
+class Slot:
+    """The tensors that the layers of a group read for one size of image."""
+
+    map: MergeMap
+    rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
+    history: _History = field(default_factory=_History)
+
+    @property
+    def merges(self) -> bool:
+        """Whether any token is removed at this size."""
+        return self.map.merged_count < self.map.token_count
+
+
 class MergeGroup:
     """Layers that share destinations and weights, and everything those need."""
 
@@ -152,22 +173,47 @@ class MergeGroup:
         self._seed = config.seed + index
         self._generator = torch.Generator()
         self._seeded_for = -1
-        self._served: tuple[int, int, int] | None = None
-        self._made = _Record(-1)
+        self._due: _Due | None = None
         self._slots: dict[tuple[Any, ...], Slot] = {}
-        self._histories: dict[tuple[Any, ...], _History] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
     def enter(self, call: DenoiserCall) -> None:
-        """Point `slot` at the tensors for the size of this call."""
+        """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
+        self.settle()
         height, width = grid_at_level(call, self.level)
         key = (call.batch, height * width if height else call.tokens, call.text_tokens, call.dtype, call.device)
         if key not in self._slots:
             while len(self._slots) >= _MAX_SIZES:
                 del self._slots[next(iter(self._slots))]
-                self._histories.clear()
             self._slots[key] = self._allocate(*key, call.rotary_width)
-        self.slot = self._slots[key]
+        self.slot = slot = self._slots[key]
+        image, step, turn = self._clock.now
+        turn = min(turn, _MAX_CALLS)
+        if image != self._seeded_for:
+            # Per image, so that a picture does not depend on those made before it.
+            self._generator.manual_seed(self._seed)
+            self._seeded_for = image
+        with torch.no_grad():
+            slot.history.bring_in(turn, [*slot.map.tensors, *slot.rotary])
+        record = slot.history.record(turn, image)
+        phase = self._config.schedule.phase(step, record.selected, record.weighed)
+        if record.selected is not None and not self._method.REFRESHES:
+            phase = "reuse"
+        self._due = _Due(record, step, phase)
+
+    def settle(self) -> None:
+        """Note in the record what the last call has renewed."""
+        due = self._due
+        if due is None or due.settled:
+            return
+        due.settled = True
+        if due.maps_done and due.phase != "reuse":
+            due.record.weighed = due.step
+            self.weighings += 1
+            if due.phase == "select":
+                due.record.selected, due.record.rotary = due.step, False
+                self.selections += 1
+        due.record.rotary |= due.rotary_done
 
     def _allocate(
         self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
@@ -192,52 +238,58 @@ class MergeGroup:
         tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
         (of the map) and `rotary` (of the merged sequence) are overwritten in place.
         """
-        # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
-        with torch.autocast(tokens.device.type, enabled=False):
-            self._refresh(tokens, tables, tensors, rotary)
+        due = self._due
+        assert due is not None, "a site ran before its denoiser was entered"
+        if not due.maps_done:
+            due.maps_done = True
+            if due.phase != "reuse":
+                # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
+                with torch.autocast(tokens.device.type, enabled=False):
+                    self._renew(tokens, tensors, due.phase)
+        if tables and not due.rotary_done:
+            due.rotary_done = True
+            if self._rotary_is_due(due):
+                ops, _ = backend_for(self._config.backend, tokens.device)
+                layout = layout_for(tokens.shape[1], self._config)
+                ops.gather_rotary(tables, MergeMap.over(layout, ops, tensors).destinations[0], rotary)
 
-    def _refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
+    @staticmethod
+    def _rotary_is_due(due: _Due) -> bool:
+        return due.phase == "select" or not due.record.rotary
+
+    def _renew(self, tokens: Tensor, tensors: list[Tensor], phase: str) -> None:
+        """Select, if that is due, and weigh."""
         ops, _ = backend_for(self._config.backend, tokens.device)
-        merge_map = MergeMap.over(layout_for(tokens.shape[1], self._config), ops, tensors)
-        if self._served != self._clock.now:
-            self._served = self._clock.now
-            self._made = self._renew(tokens, merge_map, rotary)
-        if tables and not self._made.rotary:
-            self._made.rotary = True
-            ops.gather_rotary(tables, merge_map.destinations[0], rotary)
-
-    def _renew(self, tokens: Tensor, merge_map: MergeMap, rotary: list[Tensor]) -> _Record:
-        """Do what is due for the map of this call of the step."""
-        image, step, call = self._clock.now
-        call = min(call, _MAX_CALLS)
-        if image != self._seeded_for:
-            # Per image, so that a picture does not depend on those made before it.
-            self._generator.manual_seed(self._seed)
-            self._seeded_for = image
-        rows = rotary[0].shape[0] if rotary else 0
-        key = (*tokens.shape[:2], rows, merge_map.merge_weights.dtype, tokens.device)
-        history = self._histories.setdefault(key, _History())
-        history.bring_in(call, [*merge_map.tensors, *rotary])
-        made = history.record(call, image)
-        phase = self._config.schedule.phase(step, made.selected, made.weighed)
-        if phase == "reuse" or (made.selected is not None and not self._method.REFRESHES):
-            return made
-
-        layout, ops = merge_map.layout, merge_map.ops
+        layout = layout_for(tokens.shape[1], self._config)
+        merge_map = MergeMap.over(layout, ops, tensors)
         self.partition = partition = self._partition_on(tokens.device)
         if phase == "select":
             destinations = self._method.select(
                 tokens, partition, self._config, ops, self._generator, shared=self.shared
             )
-            self.selections += 1
-            made.selected, made.rotary = step, False
         else:
             destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
         merge, unmerge = self._method.weigh(tokens, destinations, partition, self._config, ops, self._generator)
-        self.weighings += 1
-        made.weighed = step
         merge_map.fill(partition, destinations, merge, unmerge)
-        return made
+
+    def kind(self) -> tuple[Any, ...] | None:
+        """Equal for calls in which this group does the same work on the same tensors; None where it draws numbers."""
+        due = self._due
+        assert due is not None
+        if due.phase != "reuse" and self._method.draws(self._config):
+            return None
+        return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
+
+    @property
+    def done(self) -> tuple[bool, bool]:
+        """Whether this call has renewed maps and rotary tables."""
+        assert self._due is not None
+        return self._due.maps_done, self._due.rotary_done
+
+    @done.setter
+    def done(self, done: tuple[bool, bool]) -> None:
+        assert self._due is not None
+        self._due.maps_done, self._due.rotary_done = done
 
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device)
@@ -296,11 +348,31 @@ class MergeState:
             ):
                 group.grids = grids_of_ids(call.ids)
             group.enter(call)
-        if all(group.slot and group.slot.map.merged_count == group.slot.map.token_count for group in self.groups):
+        if not any(group.slot and group.slot.merges for group in self.groups):
             raise TokenMergeError(
                 f"at this size ratio {self.config.ratio} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
+
+    def kind(self) -> tuple[Any, ...] | None:
+        """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""
+        if self.mode == "full":
+            return (self.mode,)
+        kinds = tuple(group.kind() for group in self.groups)
+        return None if None in kinds else (self.mode, *kinds)
+
+    def done(self) -> list[tuple[bool, bool]]:
+        """What this call has renewed so far, by group."""
+        return [group.done for group in self.groups]
+
+    def set_done(self, done: list[tuple[bool, bool]]) -> None:
+        """Take it that this call has renewed this."""
+        for group, each in zip(self.groups, done, strict=True):
+            group.done = each
+
+    def keep_alive(self) -> list[Slot | None]:
+        """What owns the tensors of this call."""
+        return [group.slot for group in self.groups]
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""

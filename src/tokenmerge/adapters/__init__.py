@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..config import TokenMergeError
 from .base import Block, BlockKind, Component, Family
 
-__all__ = ["Block", "BlockKind", "Component", "Family", "families", "family_of"]
+__all__ = ["Block", "BlockKind", "Component", "Family", "denoiser_of", "families", "family_of"]
 
 
 def families() -> tuple[Family, ...]:
@@ -25,3 +27,18 @@ def family_of(denoiser: nn.Module) -> Family:
     raise TokenMergeError(
         f"{type(denoiser).__name__} is not supported; supported denoisers are {supported} (give one, or a pipeline)"
     )
+
+
+def denoiser_of(model: Any) -> nn.Module:
+    """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
+    module = model
+    if not isinstance(model, nn.Module):
+        found = [getattr(model, name, None) for name in ("unet", "transformer")]
+        module = next((part for part in found if isinstance(part, nn.Module)), None)
+        if module is None:
+            raise TokenMergeError(
+                f"{type(model).__name__} is neither a module nor a pipeline with a unet or transformer; "
+                f"supported denoisers are {', '.join(family.denoiser.__name__ for family in families())}"
+            )
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner

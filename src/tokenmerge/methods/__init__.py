@@ -18,6 +18,9 @@ class Method(Protocol):
 
     REFRESHES: bool  # whether maps follow the tokens, or are made once and stay
 
+    def draws(self, config: MergeConfig) -> bool:
+        """Whether it draws random numbers, which a recorded CUDA graph cannot."""
+
     def select(
         self,
         tokens: Tensor,

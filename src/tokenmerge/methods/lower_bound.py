@@ -13,6 +13,10 @@ from ..grid import Partition
 REFRESHES = False
 
 
+def draws(config: MergeConfig) -> bool:
+    return True
+
+
 def select(
     tokens: Tensor,
     partition: Partition,

@@ -13,6 +13,10 @@ from ..grid import Partition
 REFRESHES = True
 
 
+def draws(config: MergeConfig) -> bool:
+    return config.selection in ("random", "stochastic")
+
+
 def select(
     tokens: Tensor,
     partition: Partition,

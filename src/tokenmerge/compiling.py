@@ -1,0 +1,94 @@
+"""compile and uncompile: one line that gives a merged or unmerged pipeline its best speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .adapters import denoiser_of, family_of
+from .config import TokenMergeError
+from .graphs import GraphedForward, Phases
+from .state import RECORD
+
+Model = TypeVar("Model")
+
+# Where `compile` keeps its record, on the denoiser.
+_COMPILED = "_tokenmerge_compiled"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    blocks: tuple[nn.Module, ...]
+    graphs: GraphedForward | None
+
+    def __str__(self) -> str:
+        if self.graphs is None:
+            return f"{len(self.blocks)} blocks, no CUDA graphs"
+        told = f"{len(self.blocks)} blocks, {self.graphs.recordings} CUDA graphs so far"
+        return "; ".join([told, *(f"some calls cannot be recorded ({reason})" for reason in self.graphs.refusals)])
+
+
+def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) -> Model:
+    """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, merged or not.
+
+    blocks: compile each transformer block by itself, which takes a minute instead of the many that a whole denoiser
+    takes, spent in the first call of every size. graphs: replay whole denoiser calls as CUDA graphs, one for each phase
+    (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
+    """
+    denoiser = denoiser_of(model)
+    family = family_of(denoiser)
+    device = next(denoiser.parameters()).device
+    if graphs is None:
+        graphs = device.type == "cuda"
+    _check_compilable(model, denoiser, str(device), graphs)
+    uncompile(model)
+    chosen = []
+    for block in family.blocks(denoiser) if blocks else ():
+        # One that somebody else has compiled is left alone.
+        if block.module._compiled_call_impl is None:
+            block.module.compile(fullgraph=True)
+            chosen.append(block.module)
+    graphed = GraphedForward(denoiser, lambda: _phases(denoiser)) if graphs else None
+    setattr(denoiser, _COMPILED, _Compiled(tuple(chosen), graphed))
+    return model
+
+
+def uncompile(model: Model) -> Model:
+    """Undo `compile`. Safe to call twice."""
+    denoiser = denoiser_of(model)
+    record = vars(denoiser).get(_COMPILED)
+    if record is not None:
+        if record.graphs is not None:
+            record.graphs.undo()
+        for block in record.blocks:
+            block._compiled_call_impl = None
+        delattr(denoiser, _COMPILED)
+    return model
+
+
+def compiled_state(denoiser: nn.Module) -> str:
+    """What `compile` has done to a denoiser, for people."""
+    return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))
+
+
+def _phases(denoiser: nn.Module) -> Phases | None:
+    record = vars(denoiser).get(RECORD)
+    return record.state if record is not None and record.plan.merged_sites else None
+
+
+def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
+    whole = denoiser._compiled_call_impl is not None or any(
+        hasattr(getattr(model, name, None), "_orig_mod") for name in ("unet", "transformer")
+    )
+    if whole or hasattr(model, "_orig_mod"):
+        raise TokenMergeError(
+            "the denoiser is compiled as a whole already; compile its blocks instead: take torch.compile off it first"
+        )
+    if graphs and not device.startswith("cuda"):
+        raise TokenMergeError(f"CUDA graphs need a CUDA device, the denoiser is on {device}; use graphs=False")
+    if graphs and (hasattr(denoiser, "_hf_hook") or "_diffusers_hook" in vars(denoiser)):
+        raise TokenMergeError(
+            "CUDA graphs fix where weights lie, and offload or a hook of the denoiser moves them; use graphs=False"
+        )
