@@ -31,7 +31,7 @@ LAYERS = [
     ["ops"],
     ["grid"],
     ["quality", "measure"],
-    ["files"],
+    ["files", "options"],
     ["config"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

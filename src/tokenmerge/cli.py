@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any
 
 from . import __version__
-from .config import MergeConfig, Schedule, TokenMergeError, presets
+from .config import TokenMergeError, presets
+from .options import config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
     make.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
-    make.add_argument("--ratios", type=_parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
+    make.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
     make.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     make.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
     make.add_argument("--seed", type=int, default=0, metavar="N", help="of the first picture (default: %(default)s)")
@@ -72,10 +72,86 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(plan)
     plan.set_defaults(run=_plan)
 
+    _add_eval(commands)
+    _add_metrics(commands)
+
     listing = commands.add_parser("presets", help="list the named presets")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_presets)
     return parser
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="compare configurations by time and quality over many prompts and seeds",
+        description="Make pictures with every configuration, measure and time them, and report. Everything is kept as "
+        "it is made; --resume goes on after an interruption. `accelerate launch -m tokenmerge eval ...` splits the "
+        "work over processes, with the same results.",
+    )
+    parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        default=["default"],
+        metavar="CONFIG",
+        help="a preset, file or 'default', with fields changed as in toma:ratio=0.5,regions=stripe:64; the unmerged "
+        "model 'none' is always compared (default: the model family's preset)",
+    )
+    parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
+    _add_prompt_options(parser, default="flowers")
+    parser.add_argument("--number", type=int, metavar="N", help="the first N prompts (default: all)")
+    parser.add_argument(
+        "--seeds", type=parse_as(tuple[int, ...]), default=(0,), metavar="A,B,...", help="of every prompt (default: 0)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
+    parser.add_argument("--size", metavar="WxH", help="pixels (default: the model's)")
+    parser.add_argument(
+        "--reference", metavar="FOLDER", help="photographs for FID and KID (default: unmerged pictures)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="timed batches, or 0 (default: %(default)s)"
+    )
+    parser.add_argument("--out", default="evaluation", metavar="FOLDER", help="(default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
+    )
+    _add_metric_options(parser)
+    parser.set_defaults(run=_eval)
+
+
+def _add_metrics(commands: Any) -> None:
+    parser = commands.add_parser(
+        "metrics",
+        help="compare two folders of pictures",
+        description="Measure the pictures of a folder against those of another, paired by file name.",
+    )
+    parser.add_argument("reference", help="folder of pictures")
+    parser.add_argument("test", help="folder of pictures with the same names")
+    _add_prompt_options(parser)
+    _add_metric_options(parser)
+    parser.set_defaults(run=_metrics)
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: %(default)s)")
+    parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
+    parser.add_argument("--template", metavar="TEXT", help="what a prompt is put into, as in 'a photo of a {}'")
+
+
+def _add_metric_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--metrics", type=parse_as(tuple[str, ...]), metavar="A,B,...", help="(default: all there are)")
+    parser.add_argument("--networks", metavar="FOLDER", help="that holds networks which judge pictures")
+    parser.add_argument("--clip", metavar="NAME", help="folder or hub id of a CLIP model")
+    parser.add_argument("--dino", metavar="NAME", help="folder or hub id of a DINO model")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -124,6 +200,62 @@ def _generate(options: argparse.Namespace) -> None:
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
 
 
+def _eval(options: argparse.Namespace) -> None:
+    from .evaluation.prompts import read_prompts
+    from .evaluation.run import Task, evaluate
+    from .evaluation.table import plain
+
+    prompts = read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number)
+    task = Task(
+        options.model,
+        options.configs,
+        prompts,
+        seeds=options.seeds,
+        ratios=options.ratios,
+        steps=options.steps,
+        guidance=options.guidance,
+        size=options.size,
+        metrics=options.metrics,
+        sources=_sources(options),
+        reference=Path(options.reference) if options.reference else None,
+        batch=options.batch,
+        repeats=options.repeats,
+        threads=options.threads,
+        device=options.device,
+        dtype=options.dtype,
+        compile=options.compile,
+    )
+    results = evaluate(task, Path(options.out), resume=options.resume)
+    if results is not None:
+        print(json.dumps(results.to_dict(), indent=2) if options.json else plain(results))
+
+
+def _metrics(options: argparse.Namespace) -> None:
+    from .evaluation.pairs import compare_folders
+    from .evaluation.prompts import read_prompts
+
+    prompts = None
+    if options.prompts is not None:
+        prompts = read_prompts(options.prompts, column=options.column, template=options.template)
+    comparison = compare_folders(
+        Path(options.reference),
+        Path(options.test),
+        metrics=options.metrics,
+        sources=_sources(options),
+        prompts=prompts,
+        device=options.device,
+        threads=options.threads,
+    )
+    print(json.dumps(comparison.to_dict(), indent=2) if options.json else comparison)
+
+
+def _sources(options: argparse.Namespace) -> Any:
+    from .quality.networks import Sources
+
+    given = {name: getattr(options, name) for name in ("clip", "dino") if getattr(options, name) is not None}
+    return Sources(folder=Path(options.networks) if options.networks else None, **given)
+
+
 def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({name: config.to_dict() for name, config in presets().items()}, indent=2))
@@ -135,47 +267,18 @@ def _presets(options: argparse.Namespace) -> None:
     print(table(header, rows))
 
 
-def _config_fields() -> dict[str, Any]:
-    """Every field of MergeConfig and Schedule with its type hint: the command line has them all."""
-    hints = {**get_type_hints(MergeConfig), **get_type_hints(Schedule)}
-    return {
-        item.name: hints[item.name] for item in (*fields(MergeConfig), *fields(Schedule)) if item.name != "schedule"
-    }
-
-
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
     group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
-    for name, hint in _config_fields().items():
+    for name, hint in config_fields().items():
         if name not in without:
-            group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint))
+            group.add_argument(f"--{name.replace('_', '-')}", type=parse_as(hint), metavar=_metavar(hint))
 
 
 def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that were given."""
-    names = [name for name in _config_fields() if name not in without]
+    names = [name for name in config_fields() if name not in without]
     return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def _parse_as(hint: Any) -> Any:
-    """A parser of command-line text for a field's type: numbers as numbers, tuples by commas."""
-    choices = [
-        choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if choice is not type(None)
-    ]
-    if get_origin(choices[0]) is tuple:
-        item = get_args(choices[0])[0]
-
-        def parse(text: str) -> tuple[Any, ...]:
-            return tuple(item(part) for part in text.split(","))
-
-        return parse
-    if choices == [int, float]:
-        return _number
-    return choices[0]
-
-
-def _number(text: str) -> int | float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _metavar(hint: Any) -> str:
