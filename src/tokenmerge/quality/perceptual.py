@@ -71,9 +71,11 @@ class PerceptualDistance(nn.Module):
         result, index = [], 0
         for pool, convolutions in self.trunk.levels:
             if pool is not None:
+                _check_fits(pool[0], states, images)
                 states = F.max_pool2d(states, *pool)
             for stride, padding in convolutions:
                 weight, bias = self.get_buffer(f"weight_{index}"), self.get_buffer(f"bias_{index}")
+                _check_fits(weight.shape[-1] - 2 * padding, states, images)
                 states = F.relu(F.conv2d(states, weight, bias, stride, padding))
                 index += 1
             result.append(F.normalize(states, dim=1, eps=1e-6))
@@ -87,6 +89,12 @@ class PerceptualDistance(nn.Module):
             difference = (ours - theirs).square() * self.get_buffer(f"linear_{level}").view(-1, 1, 1)
             total = total + difference.sum(dim=1).mean(dim=(1, 2)).float()
         return total
+
+
+def _check_fits(window: int, states: Tensor, images: Tensor) -> None:
+    if min(states.shape[-2:]) < window:
+        height, width = images.shape[-2:]
+        raise TokenMergeError(f"LPIPS cannot see pictures of {width}x{height} pixels; give 64x64 or more")
 
 
 def read_weights(path: Path, trunk: Trunk) -> dict[str, Tensor]:
