@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 
 from ..config import TokenMergeError
 from ..generate import pick_device
-from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
+from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
 from ..tables import table
@@ -71,7 +71,7 @@ def compare_folders(
     place = pick_device(device)
     torch.set_num_threads(threads)
     originals, tests = list_pictures(reference), list_pictures(test)
-    choice = _possible(choose_metrics(metrics, sources or Sources()), metrics, originals, tests, prompts)
+    choice = choose_metrics(metrics, sources or Sources()).without(_objections(originals, tests, prompts))
     if choice.of_kind("pair"):
         _check_pairs(reference, test, originals, tests)
     meter = Meter(choice, place, threads)
@@ -113,14 +113,8 @@ def list_pictures(folder: Path) -> list[Path]:
     return [stems[stem] for stem in sorted(stems)]
 
 
-def _possible(
-    choice: Choice,
-    names: Sequence[str] | None,
-    originals: Sequence[Path],
-    tests: Sequence[Path],
-    prompts: Sequence[str] | None,
-) -> Choice:
-    """Without metrics that these folders cannot have; one of them that was asked for by name is an error."""
+def _objections(originals: Sequence[Path], tests: Sequence[Path], prompts: Sequence[str] | None) -> dict[str, str]:
+    """Kinds of metrics that these folders cannot have, with why."""
     reasons: dict[str, str] = {}
     if prompts is None:
         reasons["text"] = "it needs --prompts FILE, with one for each picture in the order of their names"
@@ -128,12 +122,7 @@ def _possible(
         raise TokenMergeError(f"there are {len(prompts)} prompts for {len(tests)} pictures; give one for each")
     if min(len(originals), len(tests)) < 2:
         reasons["set"] = "it needs two pictures or more in each folder"
-    left_out = {metric.name: reasons[metric.kind] for metric in choice.metrics if metric.kind in reasons}
-    if names is not None and left_out:
-        name, reason = next(iter(left_out.items()))
-        raise TokenMergeError(f"--metrics names {name}; {reason}")
-    kept = tuple(metric for metric in choice.metrics if metric.name not in left_out)
-    return Choice(kept, choice.networks, {**choice.missing, **left_out})
+    return reasons
 
 
 def _check_pairs(reference: Path, test: Path, originals: Sequence[Path], tests: Sequence[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ from ..files import write_file
 from ..quality.metrics import Metric
 from .configurations import BASELINE
 from .results import Results, Row
+from .table import conditions
 
 # Told apart by people who see colours differently (Okabe and Ito), and by their markers in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
 _MARKERS = "osD^vPX*"
+
+
+def check_plots() -> None:
+    """Refuse before hours of work what would fail after them."""
+    if find_spec("matplotlib") is None:
+        raise TokenMergeError("eval needs matplotlib for its plots: pip install tokenmerge[eval]")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
@@ -35,11 +43,9 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
 
 
 def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TokenMergeError("plots need matplotlib: pip install tokenmerge[eval]") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     drawn = Figure(figsize=(6.4, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
@@ -52,16 +58,25 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
-        axes.errorbar(across, up, yerr=spread, label=name, capsize=3, linewidth=1.5, markersize=6, **style)
+        axes.errorbar(across, up, yerr=spread, label=name, capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
             if timed:
-                _label(axes, f"{row.configuration.config.ratio:g}", x, y)
+                axes.annotate(
+                    f"{row.configuration.config.ratio:g}",
+                    (x, y),
+                    textcoords="offset points",
+                    xytext=(6, 5),
+                    fontsize=8,
+                    color=style["color"],
+                )
     _mark_baseline(axes, results, metric, timed)
-    axes.set_xlabel("seconds per picture" if timed else "ratio: share of tokens removed")
+    batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
+    axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
-    numbers = "; numbers are ratios" if timed else ""
-    axes.set_title(f"{metric.title}: {metric.meaning}{numbers}", fontsize=10, loc="left")
+    numbers = "; numbers are ratios of tokens removed" if timed else ""
+    drawn.suptitle(f"{metric.title}: {metric.meaning}{numbers}", fontsize=10, x=0.01, ha="left")
+    axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -79,10 +94,6 @@ def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> 
             axes.plot(baseline.seconds, value.mean, marker="x", color="#777777", linestyle="none")
     elif timed:
         axes.axvline(baseline.seconds, label=f"{BASELINE} (unmerged)", **style)
-
-
-def _label(axes: Any, text: str, x: float, y: float) -> None:
-    axes.annotate(text, (x, y), textcoords="offset points", xytext=(6, 5), fontsize=8)
 
 
 def _point(row: Row, metric: Metric) -> bool:

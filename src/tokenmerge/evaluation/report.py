@@ -21,15 +21,17 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        max-width: 90rem; padding: 0 1.5rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 h3 { font-size: 1rem; margin: 2rem 0 .5rem; }
-p.note, figcaption { color: var(--grey); } figcaption { font-size: .8rem; }
+ul.note { padding-left: 1.1rem; font-size: .9rem; }
+ul.note, figcaption { color: var(--grey); } figcaption { font-size: .8rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
 td small { color: var(--grey); }
+figure:first-child { position: sticky; left: 0; background: var(--paper); }
 .strip { display: flex; gap: .8rem; overflow-x: auto; padding-bottom: .6rem; }
 figure { margin: 0; flex: 0 0 auto; width: 16rem; } figure img { width: 100%; height: auto; display: block; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(26rem, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(28rem, 1fr)); gap: 1rem; }
 .plots img { width: 100%; background: #fff; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dt { color: var(--grey); }
 dd { margin: 0; }
@@ -80,10 +82,12 @@ def _page(results: Results, plots: list[Path]) -> str:
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        *(f'<p class="note">{html.escape(note)}</p>' for note in notes(results)),
         '<div class="wide">',
         _html_table(results),
         "</div>",
+        '<ul class="note">',
+        *(f"<li>{html.escape(note)}</li>" for note in notes(results)),
+        "</ul>",
     ]
     if plots:
         parts += ["<h2>Quality against cost</h2>", '<div class="plots">']
@@ -101,7 +105,7 @@ def _page(results: Results, plots: list[Path]) -> str:
 
 
 def _html_table(results: Results) -> str:
-    header, rows = cells(results)
+    header, rows = cells(results, arrows=True)
     lines = ["<table><thead><tr>", *(f"<th>{html.escape(cell)}</th>" for cell in header), "</tr></thead><tbody>"]
     for row in rows:
         columns = []

@@ -33,6 +33,7 @@ from ..quality.networks import Sources
 from .configurations import BASELINE, Configuration, read_configurations
 from .folder import Folder, Sample, read_features, read_json, read_picture, save_features, to_json
 from .pairs import list_pictures
+from .plots import check_plots
 from .report import write_report
 from .results import Results, gather
 
@@ -77,6 +78,7 @@ class Task:
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
     """Do all that is not done yet in the folder `out`, and report. Results are the same for any number of processes
     and interruptions, but for seconds and memory. The first process returns them."""
+    check_plots()
     processes = _processes()
     # Also where a GPU computes: sums on the CPU round by the number of threads.
     torch.set_num_threads(task.threads)
@@ -148,7 +150,8 @@ class Evaluation:
                 api.plan(self._pipe, configuration.config, height=height, width=width)
         self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
         self._photographs = list_pictures(task.reference) if task.reference else []
-        self._check_sets()
+        if len(self.samples) < 2 or len(self._photographs) == 1:
+            self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
         if task.compile:
             compile(self._pipe)
 
@@ -305,14 +308,3 @@ class Evaluation:
 
         hidden = not self._processes.is_main_process or not items
         yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)
-
-    def _check_sets(self) -> None:
-        """Metrics of sets need two pictures in each; alone or explicitly asked for, that is an error."""
-        too_few = len(self.samples) < 2 or len(self._photographs) == 1
-        names = [metric.name for metric in self.choice.of_kind("set")]
-        if too_few and names:
-            if self.task.metrics is not None:
-                raise TokenMergeError(f"{names[0]} needs two pictures or more in each set; add prompts or seeds")
-            reason = "a set needs two pictures or more; add prompts or seeds"
-            kept = tuple(metric for metric in self.choice.metrics if metric.kind != "set")
-            self.choice = Choice(kept, self.choice.networks, {**self.choice.missing, **dict.fromkeys(names, reason)})

@@ -19,11 +19,6 @@ def figure(metric: Metric, value: Estimate | None) -> str:
     return mean if value.interval is None else f"{mean} +- {value.interval:.{metric.digits}f}"
 
 
-def heading(metric: Metric) -> str:
-    """A metric's title, with an arrow towards better."""
-    return f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
-
-
 def plain(results: Results) -> str:
     """For the terminal."""
     return "\n".join([table(*cells(results)), "", *notes(results), "", str(results.folder.root / "report.html")])
@@ -31,43 +26,58 @@ def plain(results: Results) -> str:
 
 def markdown(results: Results) -> str:
     """The table, the conditions under it, and what is missing."""
-    header, rows = cells(results)
+    header, rows = cells(results, arrows=True)
     aligned = ["---", *["---:"] * (len(header) - 1)]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in [header, aligned, *rows]]
+    lines = [f"| {' | '.join(_marked_down(cell) for cell in row)} |" for row in [header, aligned, *rows]]
     return "\n".join([*lines, "", *(f"{note}  " for note in notes(results))]) + "\n"
+
+
+def _marked_down(cell: str) -> str:
+    return cell.replace("|", "\\|").replace(" +- ", " ± ")
+
+
+def conditions(results: Results) -> str:
+    """What the figures hold for."""
+    settings = results.settings
+    width, height = settings["size"]
+    prompts, seeds = len(settings["prompts"]), len(settings["seeds"])
+    return (
+        f"{settings['model']}, {width}x{height} pixels, {settings['steps']} steps, {settings['dtype']}"
+        f"{', compiled' if settings['compile'] else ''}; {prompts} prompts x {seeds} seeds; "
+        f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
+    )
 
 
 def notes(results: Results) -> list[str]:
     """How the figures were made, and which are missing."""
-    settings, timed = results.settings, results.rows[0].timing
-    width, height = settings["size"]
-    prompts, seeds = len(settings["prompts"]), len(settings["seeds"])
-    conditions = (
-        f"{settings['model']}, {width}x{height} pixels, {settings['steps']} steps, {settings['dtype']}"
-        f"{', compiled' if settings['compile'] else ''}; {prompts} prompts x {seeds} seeds; "
-        f"{settings['environment']['device']}, torch {settings['environment']['torch']}."
-    )
+    timing, pictures = results.rows[0].timing, len(results.samples)
     lines = [
-        conditions,
+        f"{conditions(results)}.",
         "Means with 95 % intervals of confidence, which take the pictures of a prompt together.",
     ]
-    if timed:
+    if timing:
         lines.append(
-            f"Seconds per picture: median of {len(timed['seconds'])} batches of {timed['batch']} after a warm-up."
+            f"Seconds per picture: median over {len(timing['seconds'])} timed batches of {timing['batch']}, "
+            "after one that does not count."
         )
     if any(metric.kind == "set" for metric in results.metrics):
-        count = len(settings["reference"])
+        count = len(results.settings["reference"])
         against = f"the {count} pictures of the reference folder" if count else "the unmerged pictures"
-        lines.append(f"FID and KID are against {against}, with {len(results.samples)} pictures of each configuration.")
+        lines.append(
+            f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
+            "pictures become fewer, so compare it only at the same number."
+        )
     return lines + [f"{line}." for line in results.choice.missing_lines()]
 
 
-def cells(results: Results) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows."""
+def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows. arrows: point towards better; not every terminal can show them."""
     timed = any(row.timing for row in results.rows)
     memory = any(row.timing and row.timing["peak_memory"] for row in results.rows)
     header = ["configuration", *(["s / picture", "speed-up"] if timed else []), *(["memory, GiB"] if memory else [])]
-    header += [heading(metric) for metric in results.metrics]
+    for metric in results.metrics:
+        arrow = "↑" if metric.higher_is_better else "↓"
+        header.append(f"{metric.title} {arrow}" if arrows else metric.title)
     rows = []
     for row in results.rows:
         line = [row.configuration.label]

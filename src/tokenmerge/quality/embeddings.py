@@ -74,10 +74,8 @@ class Sscd:
     """The copy detector SSCD, as ONNX: [512], of unit length."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise TokenMergeError("SSCD needs onnxruntime: pip install tokenmerge[eval]") from error
+        import onnxruntime
+
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,14 +53,26 @@ class Picture:
 
 @dataclass(frozen=True)
 class Choice:
-    """Metrics that were chosen and can be had, the networks they use, and why others cannot be had."""
+    """Metrics that were chosen and can be had, the networks they use, and why others cannot be had.
+
+    named: whether they were asked for by name, so that none may be left out."""
 
     metrics: tuple[Metric, ...]
     networks: dict[str, Found]
     missing: dict[str, str]
+    named: bool = False
 
     def of_kind(self, kind: str) -> tuple[Metric, ...]:
         return tuple(metric for metric in self.metrics if metric.kind == kind)
+
+    def without(self, reasons: dict[str, str]) -> Choice:
+        """Without metrics of the kinds that `reasons` speak against."""
+        left_out = {metric.name: reasons[metric.kind] for metric in self.metrics if metric.kind in reasons}
+        if self.named and left_out:
+            name, reason = next(iter(left_out.items()))
+            raise TokenMergeError(f"--metrics names {name}; {reason}")
+        kept = tuple(metric for metric in self.metrics if metric.name not in left_out)
+        return replace(self, metrics=kept, missing={**self.missing, **left_out})
 
     def missing_lines(self) -> list[str]:
         """One line for each metric that is missing."""
@@ -84,7 +96,7 @@ def choose_metrics(names: Sequence[str] | None, sources: Sources) -> Choice:
     if names is not None and missing:
         name, reason = next(iter(missing.items()))
         raise TokenMergeError(f"--metrics names {name}, whose network is missing: {reason}")
-    return Choice(there, networks, missing)
+    return Choice(there, networks, missing, named=names is not None)
 
 
 class Meter:
@@ -103,9 +115,7 @@ class Meter:
         return self._pairwise[metric.name](reference, test)
 
     def text(self, metric: Metric, prompt: str, test: Picture) -> float:
-        if metric.name != "clip":
-            raise TokenMergeError(f"{metric.name} is not about a picture and its text")
-        return 100 * _cosine(self._vector("clip", test), self._clip.text(prompt))
+        return {"clip": self._clip_score}[metric.name](prompt, test)
 
     def features(self, picture: Picture) -> Tensor:
         """What the metrics of sets are made from, [2048]."""
@@ -126,6 +136,9 @@ class Meter:
             "dino": lambda reference, test: 1 - _cosine(self._vector("dino", reference), self._vector("dino", test)),
             "sscd": lambda reference, test: _cosine(self._vector("sscd", reference), self._vector("sscd", test)),
         }
+
+    def _clip_score(self, prompt: str, test: Picture) -> float:
+        return 100 * _cosine(self._vector("clip", test), self._clip.text(prompt))
 
     def _vector(self, network: str, picture: Picture) -> Tensor:
         if network not in picture.vectors:

