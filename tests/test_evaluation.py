@@ -176,37 +176,39 @@ def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
         assert picture.read_bytes() == twin.read_bytes()
 
 
+def kept_files(out: Path) -> dict[Path, tuple[int, int]]:
+    """What has been made, and what would change if it was made again."""
+    kinds = ("images", "values", "features", "sets", "timing")
+    paths = [path for kind in kinds for path in out.glob(f"{kind}/**/*.*") if path.suffix in (".png", ".json", ".npy")]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
+
+
 def test_kills_at_random_moments_change_nothing(finished: Path, networks: Path, tmp_path: Path) -> None:
-    """Twenty times; what is there after a kill is never touched again."""
+    """Each kill comes a random moment after a random number of new files, so that kills lie all over the work."""
     moments = random.Random(0)
     expected = comparable(finished)
     kills = rounds = 0
     while kills < KILLS:
         out, rounds = tmp_path / f"round-{rounds}", rounds + 1
-        seen: dict[Path, tuple[int, int]] = {}
-        while True:
+        before: dict[Path, tuple[int, int]] = {}
+        killed = True
+        while killed:
             child = SERVER.Process(target=work, args=(networks, out))
             child.start()
-            killed = kills < KILLS
-            if killed:
-                child.join(moments.uniform(0.2, 3.0))
-                killed = child.is_alive()
-                os.kill(child.pid, signal.SIGKILL)
+            if kills < KILLS:
+                enough = len(before) + moments.randrange(6)
+                while child.is_alive() and len(kept_files(out)) < enough:
+                    time.sleep(0.01)
+                child.join(moments.uniform(0, 0.3))
+                child.kill()
             child.join()
-            for path in [
-                path
-                for kind in ("images", "values", "features", "sets", "timing")
-                for path in out.glob(f"{kind}/**/*.*")
-            ]:
-                if path.is_file() and path.suffix != files.PARTIAL:
-                    now = (path.stat().st_ino, path.stat().st_mtime_ns)
-                    assert seen.setdefault(path, now) == now, f"{path} was made twice"
-            if not killed:
-                assert child.exitcode == 0
-                break
-            kills += 1
+            now = kept_files(out)
+            assert {path: now.get(path) for path in before} == before, "something was lost or made twice"
+            before = now
+            killed = child.exitcode == -signal.SIGKILL
+            kills += killed
+        assert child.exitcode == 0
         assert comparable(out) == expected
-    assert kills == KILLS
 
 
 def killed_while_writing(path: Path) -> None:
