@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,13 @@ import torch
 from PIL import Image
 
 from judges import write_networks
+from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, files
 from tokenmerge.cli import main
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.run import Task, evaluate
+from tokenmerge.evaluation.studies import STUDIES, study
 from tokenmerge.generate import Request, draw
 from tokenmerge.quality.networks import Sources
 
@@ -375,6 +378,8 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         f"{tmp_path}/my.yaml",
         "none",
         "default",
+        "mine@toma:regions=whole",
+        "fixed one@toma:ratio=0.1",
     ]
     made = read_configurations(typed, (0.5, 0.75), "dit")
     assert [item.label for item in made] == [
@@ -384,7 +389,13 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         f"{typed[1]}:ratio=0.75",
         "default:ratio=0.5",
         "default:ratio=0.75",
+        "mine:ratio=0.5",
+        "mine:ratio=0.75",
+        "fixed one",
     ]
+    assert [item.config.ratio for item in made[6:]] == [0.5, 0.75, 0.1]
+    assert made[6].series == made[7].series == "mine"
+    assert len(read_configurations([f"{'long' * 99}@toma"], None, "dit")[1].folder) < 120
     first = made[1].config
     assert (first.ratio, first.regions, first.components) == (0.25, "tile:8x8", ("self_attention", "mlp"))
     assert (first.merge_regions, first.schedule.start) == ("whole", 0.2)
@@ -497,6 +508,40 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert error.startswith("tokenmerge: ")
     assert words in error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_runs_quickly(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", name, "--quick", "--size", "64x64", "--steps", "2", "--device", "cpu"]
+    assert main([*arguments, "--metrics", "mse", "--number", "1", "--json", "--out", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["results"]) == 1 + len(study(name).configurations)
+    assert not result["settings"]["refused"]
+    assert len({line["metrics"]["mse"]["mean"] for line in result["results"][1:]}) > 1
+
+
+def test_a_study_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "table99"]) == 2
+    assert "choose from table2" in capsys.readouterr().err
+
+
+def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: Path) -> None:
+    asked = task(networks, metrics=("mse",), repeats=0)
+    wrong = ("default:levels=2", *CONFIGURATIONS)
+    with pytest.raises(TokenMergeError, match=r"'default:levels=2' is refused: .* only one"):
+        evaluate(replace(asked, configurations=wrong), tmp_path / "error")
+    results = evaluate(replace(asked, configurations=wrong, tell_refused=True), tmp_path / "told")
+    assert results is not None
+    assert [row.configuration.label for row in results.rows] == ["none", *CONFIGURATIONS]
+    assert "default:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
+
+
+def test_unets_are_evaluated_too(tmp_path: Path) -> None:
+    model = str(save_sdxl(tmp_path / "sdxl"))
+    asked = Task(model, ("default",), PROMPTS[:2], steps=2, size="64x64", metrics=("mse",), batch=2, device="cpu")
+    results = evaluate(asked, tmp_path / "out")
+    assert results is not None
+    assert results.rows[1].estimates["mse"].mean > 0
 
 
 def test_missing_networks_are_named_in_every_report(

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     _add_eval(commands)
+    _add_reproduce(commands)
     _add_metrics(commands)
 
     listing = commands.add_parser("presets", help="list the named presets")
@@ -89,7 +90,6 @@ def _add_eval(commands: Any) -> None:
         "it is made; --resume goes on after an interruption. `accelerate launch -m tokenmerge eval ...` splits the "
         "work over processes, with the same results.",
     )
-    parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
     parser.add_argument(
         "--configs",
         nargs="+",
@@ -99,10 +99,42 @@ def _add_eval(commands: Any) -> None:
         "model 'none' is always compared (default: the model family's preset)",
     )
     parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
-    _add_prompt_options(parser, default="flowers")
-    parser.add_argument("--number", type=int, metavar="N", help="the first N prompts (default: all)")
+    _add_evaluation_options(parser, number="all", seeds="0", repeats="5", out="evaluation")
+    parser.set_defaults(run=_eval, seeds=(0,), repeats=5, out="evaluation")
+
+
+def _add_reproduce(commands: Any) -> None:
+    from .evaluation.studies import FULL, QUICK, STUDIES
+
+    parser = commands.add_parser(
+        "reproduce",
+        help="make a table of the paper",
+        description="Evaluate the configurations of one of the paper's tables: "
+        + "; ".join(f"{name}: {study.about}" for name, study in STUDIES.items())
+        + f". By default {FULL.prompts} prompts x {len(FULL.seeds)} seeds, as the paper's ablations have.",
+    )
+    parser.add_argument("name", metavar="NAME", help=", ".join(STUDIES))
     parser.add_argument(
-        "--seeds", type=parse_as(tuple[int, ...]), default=(0,), metavar="A,B,...", help="of every prompt (default: 0)"
+        "--quick", action="store_true", help=f"{QUICK.prompts} prompts, {QUICK.steps} steps: does everything run?"
+    )
+    _add_evaluation_options(
+        parser,
+        number=f"{FULL.prompts}, quick {QUICK.prompts}",
+        seeds=f"{FULL.seeds}, quick {QUICK.seeds}",
+        repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
+        out="reproduction/NAME-MODEL",
+    )
+    parser.set_defaults(run=_reproduce)
+
+
+def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """defaults: what the help tells of options that have another default in every command."""
+    told = {name: f"(default: {default})" for name, default in defaults.items()}
+    parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    _add_prompt_options(parser, default="flowers")
+    parser.add_argument("--number", type=int, metavar="N", help=f"the first N prompts {told['number']}")
+    parser.add_argument(
+        "--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"of every prompt {told['seeds']}"
     )
     parser.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     parser.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
@@ -111,17 +143,14 @@ def _add_eval(commands: Any) -> None:
         "--reference", metavar="FOLDER", help="photographs for FID and KID (default: unmerged pictures)"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="timed batches, or 0 (default: %(default)s)"
-    )
-    parser.add_argument("--out", default="evaluation", metavar="FOLDER", help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"timed batches, or 0 {told['repeats']}")
+    parser.add_argument("--out", metavar="FOLDER", help=f"for all files {told['out']}")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
     parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
     )
     _add_metric_options(parser)
-    parser.set_defaults(run=_eval)
 
 
 def _add_metrics(commands: Any) -> None:
@@ -201,31 +230,37 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
+    _evaluate(options, configurations=options.configs, ratios=options.ratios)
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    from .evaluation.studies import FULL, QUICK, study
+
+    configurations = study(options.name).configurations
+    scale = QUICK if options.quick else FULL
+    for name, value in (("number", scale.prompts), ("seeds", scale.seeds), ("repeats", scale.repeats)):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.steps = options.steps or scale.steps
+    options.out = options.out or f"reproduction/{options.name}-{Path(options.model).name}"
+    _evaluate(options, configurations=configurations, tell_refused=True)
+
+
+def _evaluate(options: argparse.Namespace, **task: Any) -> None:
     from .evaluation.prompts import read_prompts
     from .evaluation.run import Task, evaluate
     from .evaluation.table import plain
 
-    prompts = read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number)
-    task = Task(
-        options.model,
-        options.configs,
-        prompts,
-        seeds=options.seeds,
-        ratios=options.ratios,
-        steps=options.steps,
-        guidance=options.guidance,
-        size=options.size,
-        metrics=options.metrics,
+    names = ("model", "seeds", "steps", "guidance", "size", "metrics", "batch", "repeats", "threads", "device", "dtype")
+    given = {name: getattr(options, name) for name in (*names, "compile")}
+    asked = Task(
+        prompts=read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number),
         sources=_sources(options),
         reference=Path(options.reference) if options.reference else None,
-        batch=options.batch,
-        repeats=options.repeats,
-        threads=options.threads,
-        device=options.device,
-        dtype=options.dtype,
-        compile=options.compile,
+        **given,
+        **task,
     )
-    results = evaluate(task, Path(options.out), resume=options.resume)
+    results = evaluate(asked, Path(options.out), resume=options.resume)
     if results is not None:
         print(json.dumps(results.to_dict(), indent=2) if options.json else plain(results))
 

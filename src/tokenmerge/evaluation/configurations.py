@@ -6,10 +6,12 @@ toma                                    a preset
 toma:ratio=0.5,regions=stripe:64        a preset with fields changed
 default:components=self_attention,mlp   a list: what has no = belongs to the field before it
 my.yaml:ratio=0.25                      a YAML or JSON file, as it is or with fields changed
+mine@toma:regions=whole,span=3          under a name of one's own
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from ..options import config_fields, parse_as
 
 BASELINE = "none"
 _DEFAULT = "default"
+_LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,11 @@ class Configuration:
 
     @property
     def folder(self) -> str:
-        """The label as a file name."""
-        return re.sub(r"[^A-Za-z0-9._=+-]+", "_", self.label).strip("._") or "_"
+        """The label as a file name, which may not be long."""
+        name = re.sub(r"[^A-Za-z0-9._=+-]+", "_", self.label).strip("._") or "_"
+        if len(name) <= _LONGEST:
+            return name
+        return f"{name[:_LONGEST]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
 
     @property
     def series(self) -> str:
@@ -50,21 +56,26 @@ def read_configurations(
     texts: Sequence[str], ratios: Sequence[float] | None, family_preset: str
 ) -> tuple[Configuration, ...]:
     """The baseline first, then what was asked for, in order; where a text gives no ratio, once for each of `ratios`."""
-    labels = []
-    for text in texts:
-        head, changes = _split(text)
-        if ratios and "ratio" not in changes and _base(head, family_preset).method != BASELINE:
-            labels += [f"{text}{',' if changes else ':'}ratio={ratio:g}" for ratio in ratios]
-        else:
-            labels.append(text)
     made = [Configuration(BASELINE, load_preset(BASELINE))]
-    for label in labels:
-        if label == BASELINE:
+    for text in texts:
+        name, typed = _named(text)
+        head, changes = _split(typed)
+        base = _base(head, family_preset).replace(**changes)
+        if text == BASELINE:
             continue
-        head, changes = _split(label)
-        made.append(Configuration(label, _base(head, family_preset).replace(**changes)))
+        if ratios and "ratio" not in changes and base.method != BASELINE:
+            comma = "," if _parts(name)[1] else ":"
+            made += [Configuration(f"{name}{comma}ratio={ratio:g}", base.replace(ratio=ratio)) for ratio in ratios]
+        else:
+            made.append(Configuration(name, base))
     _check_different(made)
     return tuple(made)
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The name of a configuration and what it is: the same, where no name is given."""
+    match = re.fullmatch(r"([^@:=,]+)@(.+)", text.strip())
+    return (match[1], match[2]) if match else (text.strip(), text)
 
 
 def _split(text: str) -> tuple[str, dict[str, Any]]:

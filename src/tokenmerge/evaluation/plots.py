@@ -14,9 +14,10 @@ from .configurations import BASELINE
 from .results import Results, Row
 from .table import conditions
 
-# Told apart by people who see colours differently (Okabe and Ito), and by their markers in print.
+# Told apart by people who see colours differently (Okabe and Ito), and by their markers in print. Eight and seven, so
+# that no pair of them comes twice.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
-_MARKERS = "osD^vPX*"
+_MARKERS = "osD^vPX"
 
 
 def check_plots() -> None:
@@ -50,6 +51,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
     timed = all(row.seconds for row in results.rows)
+    several = len({row.configuration.config.ratio for row in results.rows if row.configuration.merges}) > 1
     for name, style in styles.items():
         rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
         rows.sort(key=lambda row: row.configuration.config.ratio)
@@ -60,7 +62,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
         axes.errorbar(across, up, yerr=spread, label=name, capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
-            if timed:
+            if timed and several:
                 axes.annotate(
                     f"{row.configuration.config.ratio:g}",
                     (x, y),
@@ -74,7 +76,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
-    numbers = "; numbers are ratios of tokens removed" if timed else ""
+    numbers = "; numbers are ratios of tokens removed" if timed and several else ""
     drawn.suptitle(f"{metric.title}: {metric.meaning}{numbers}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     axes.grid(alpha=0.25)

@@ -64,6 +64,8 @@ class Task:
     device: str | None = None
     dtype: str | None = None
     compile: bool = False
+    # Whether a configuration that the model refuses is told of in the report, and not an error.
+    tell_refused: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("repeats", 0), ("threads", 1)):
@@ -138,16 +140,19 @@ class Evaluation:
             self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
         self._pipe.set_progress_bar_config(disable=True)
         preset = family_of(denoiser_of(self._pipe)).preset
-        self.configurations = read_configurations(task.configurations, task.ratios, preset)
+        configurations = read_configurations(task.configurations, task.ratios, preset)
         width, height = picture_size(task.size, self._defaults, self._pipe)
         self._request = Request(
             "", task.steps or self._defaults.steps, width, height, (), task.guidance, self._defaults
         )
         # Everything that can be refused is refused before hours of work.
         self._request.arguments(self._pipe, (0,), 1)
-        for configuration in self.configurations:
-            if configuration.merges:
-                api.plan(self._pipe, configuration.config, height=height, width=width)
+        refusals = {item.label: reason for item in configurations if (reason := self._refusal(item)) is not None}
+        if refusals and not task.tell_refused:
+            label, reason = next(iter(refusals.items()))
+            raise TokenMergeError(f"configuration {label!r} is refused: {reason}")
+        self._refusals = refusals
+        self.configurations = tuple(item for item in configurations if item.label not in refusals)
         self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
         self._photographs = list_pictures(task.reference) if task.reference else []
         if len(self.samples) < 2 or len(self._photographs) == 1:
@@ -162,6 +167,7 @@ class Evaluation:
         return {
             "model": self.task.model,
             "configurations": {item.label: item.config.to_dict() for item in self.configurations},
+            "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
             "steps": request.steps,
@@ -252,6 +258,17 @@ class Evaluation:
 
     def results(self) -> Results:
         return gather(self.folder, self.settings, self.choice, self.configurations, self.samples)
+
+    def _refusal(self, configuration: Configuration) -> str | None:
+        """Why the model cannot be merged so at this size."""
+        if not configuration.merges:
+            return None
+        try:
+            api.plan(self._pipe, configuration.config, height=self._request.height, width=self._request.width)
+            with api.applied(self._pipe, configuration.config):
+                return None
+        except TokenMergeError as error:
+            return str(error)
 
     def _made(self, configuration: Configuration, sample: Sample) -> bool:
         return self.folder.image(configuration, sample).is_file()

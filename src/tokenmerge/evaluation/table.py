@@ -67,6 +67,7 @@ def notes(results: Results) -> list[str]:
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
+    lines += [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
     return lines + [f"{line}." for line in results.choice.missing_lines()]
 
 
