@@ -18,6 +18,8 @@ from .table import conditions
 # that no pair of them comes twice.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
 _MARKERS = "osD^vPX"
+# A longer legend would hide points, and goes beside the plot.
+_MOST_INSIDE = 5
 
 
 def check_plots() -> None:
@@ -47,11 +49,13 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(6.4, 4.4), dpi=150, layout="constrained")
+    crowded = len(styles) > _MOST_INSIDE
+    drawn = Figure(figsize=(8.6 if crowded else 6.4, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
     timed = all(row.seconds for row in results.rows)
-    several = len({row.configuration.config.ratio for row in results.rows if row.configuration.merges}) > 1
+    ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
+    several = len(ratios) > 1
     for name, style in styles.items():
         rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
         rows.sort(key=lambda row: row.configuration.config.ratio)
@@ -76,13 +80,16 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
-    numbers = "; numbers are ratios of tokens removed" if timed and several else ""
-    drawn.suptitle(f"{metric.title}: {metric.meaning}{numbers}", fontsize=10, x=0.01, ha="left")
+    told = f"ratio {min(ratios):g} of tokens removed"
+    if several:
+        told = "numbers are ratios of tokens removed" if timed else "by ratio"
+    drawn.suptitle(f"{metric.title}: {metric.meaning}; {told}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
     write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
 
 
