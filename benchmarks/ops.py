@@ -15,14 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from tokenmerge import MergeConfig
 from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
+from tokenmerge.measure import environment
 from tokenmerge.ops import backend_for, reference
 
 # Batch, grid and channels of a layer.
@@ -246,27 +244,6 @@ def copy_bandwidth(device: torch.device) -> float:
     timer = _device_ms if device.type == "cuda" else _host_ms
     best = min(timer(lambda: target.copy_(source)) for _ in range(10))
     return 2 * source.numel() / (best * 1e-3)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    described = subprocess.run(git, capture_output=True, text=True)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": installed("triton"),
-        "tomesd": installed("tomesd"),
-        "tokenmerge": installed("tokenmerge"),
-        "commit": described.stdout.strip() or None,
-    }
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:

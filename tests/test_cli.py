@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tokenmerge.cli import main
+from tokenmerge.config import METHODS
 
 SDXL = {
     "_class_name": "UNet2DConditionModel",
@@ -50,6 +51,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> int:
     return main(arguments)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plan_takes_every_method(method: str, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--model", str(models / "sdxl"), "--method", method, "--ratio", "0.5", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["config"]["method"] == method
+    assert [(group["tokens"], group["merged"]) for group in plan["groups"]] == [(4096, 2048), (1024, 512)]
+    assert (plan["saved"] > 0) == (method != "none")
+    # ToDo shortens keys and values only, which no rotary table may turn.
+    assert run("plan", "--model", str(models / "flux"), "--method", method) == (2 if method == "todo" else 0)
 
 
 def test_plan_of_sdxl_from_its_config(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

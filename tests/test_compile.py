@@ -181,3 +181,50 @@ def test_inductor_draws_the_eager_image(kind: str, sites: str) -> None:
     eager = tiny.draw(pipe)
     compile_model(pipe, "regional", "inductor")
     torch.testing.assert_close(tiny.draw(pipe), eager, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd3", "flux"])
+@pytest.mark.parametrize("first", ["compile", "apply"])
+def test_compile_and_merging_in_either_order(kind: str, first: str) -> None:
+    pipe = build(kind)
+    unpatched = tiny.draw(pipe)
+    merged = tiny.draw(apply(pipe))
+    tokenmerge.remove(pipe)
+    if first == "apply":
+        apply(pipe)
+    tokenmerge.compile(pipe)
+    if first == "compile":
+        apply(pipe)
+    torch.testing.assert_close(tiny.draw(pipe), merged, rtol=0, atol=1e-4)
+    assert "blocks, no CUDA graphs" in tokenmerge.summary(pipe).compiled
+    tokenmerge.uncompile(tokenmerge.uncompile(pipe))
+    assert torch.equal(tiny.draw(pipe), merged)
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe), unpatched)
+    assert all(module._compiled_call_impl is None for module in tiny.denoiser_of(pipe).modules())
+
+
+def test_compile_leaves_what_others_compiled() -> None:
+    pipe = build("sdxl")
+    blocks = [each for each in pipe.unet.modules() if type(each).__name__ == "BasicTransformerBlock"]
+    blocks[0].compile(backend="eager")
+    theirs = blocks[0]._compiled_call_impl
+    tokenmerge.compile(pipe)
+    assert f"{len(blocks) - 1} blocks" in tokenmerge.summary(pipe).compiled
+    tokenmerge.uncompile(pipe)
+    assert blocks[0]._compiled_call_impl is theirs
+
+
+@pytest.mark.parametrize("how", ["whole", "wrapped"])
+def test_compile_refuses_a_denoiser_compiled_as_a_whole(how: str) -> None:
+    pipe = build("sdxl")
+    compile_model(pipe, how, "eager")
+    with pytest.raises(tokenmerge.TokenMergeError, match="as a whole"):
+        tokenmerge.compile(pipe)
+
+
+def test_graphs_need_a_cuda_device() -> None:
+    pipe = build("sdxl")
+    with pytest.raises(tokenmerge.TokenMergeError, match="graphs=False"):
+        tokenmerge.compile(pipe, graphs=True)
+    assert tokenmerge.summary(pipe).compiled == "not by tokenmerge.compile"

@@ -252,3 +252,76 @@ def test_offload_and_merging_in_either_order(offload: str, first: str, sites: st
     torch.testing.assert_close(loop.run(), expected, rtol=1e-4, atol=1e-4)
     tokenmerge.remove(loop.denoiser)
     torch.testing.assert_close(loop.run(), plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("sites", [None, *FORMS])
+def test_graphs_of_every_phase_give_what_launches_give(build: object, sites: str | None) -> None:
+    loop = _Loop(build, torch.float16)
+    if sites:
+        # Every second step selects and every other one weighs, so that each phase is recorded and replayed.
+        schedule = {"destinations_every": 2, "weights_every": 1}
+        tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, **schedule)
+    launched = [loop.run() for _ in range(2)]
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    assert all(torch.equal(loop.run(), launched[1]) for _ in range(3))
+    told = tokenmerge.summary(loop.denoiser)
+    assert f"{2 if sites else 1} CUDA graphs" in told.compiled
+    assert "cannot" not in told.compiled
+    if sites:
+        assert {(group["selected"], group["weighed"]) for group in told.groups} == {(10, 20)}
+    tokenmerge.uncompile(loop.denoiser)
+    assert torch.equal(loop.run(), launched[1])
+    assert "forward" not in vars(loop.denoiser)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_graphs_notice_what_changes_under_them(build: object) -> None:
+    loop = _Loop(build, torch.float16)
+    plain = loop.run()
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    for _ in range(3):
+        assert torch.equal(loop.run(), plain)
+    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler)
+    merged = loop.run()
+    assert not torch.equal(merged, plain)
+    for _ in range(3):
+        assert torch.equal(loop.run(), merged)
+    tokenmerge.remove(loop.denoiser)
+    assert torch.equal(loop.run(), plain)
+    with torch.no_grad():
+        layer = next(module for module in loop.denoiser.modules() if isinstance(module, torch.nn.Linear))
+        before = layer.weight
+        layer.weight = torch.nn.Parameter(torch.zeros_like(before))
+    assert not torch.equal(loop.run(), plain)
+    layer.weight = before
+    for _ in range(3):
+        assert torch.equal(loop.run(), plain)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_compiled_blocks_inside_of_graphs(build: object) -> None:
+    torch._dynamo.reset()
+    loop = _Loop(build, torch.float32)
+    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler, destinations_every=2, selection="uniform")
+    eager = loop.run()
+    tokenmerge.compile(loop.denoiser)
+    for _ in range(3):
+        torch.testing.assert_close(loop.run(), eager, rtol=1e-2, atol=1e-2)
+    assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("sites", FORMS)
+def test_kernels_and_reference_give_the_same_denoiser(build: object, sites: str, dtype: torch.dtype) -> None:
+    loop = _Loop(build, dtype)
+    results = []
+    for backend in ("reference", "triton"):
+        # By position: rounding decides between destinations that tie.
+        tokenmerge.apply(
+            loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, selection="uniform", backend=backend
+        )
+        results.append(loop.run().float())
+    tolerance = 2e-2 if dtype == torch.float16 else 1e-1
+    torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)

@@ -119,12 +119,12 @@ def check_merge_and_unmerge(partition: Partition, tokens: Tensor, merge: Tensor,
     merged = kernels.merge(tokens, order, merge)
     exact = reference.merge(tokens.double(), order, merge.double())
     assert_lawful(merged, reference.merge(tokens, order, merge), exact)
-    for residual in (None, tokens):
+    for added in ((), (tokens,), (tokens, merged.flip(1))):
         exact = reference.unmerge(
-            merged.double(), order, inverse, unmerge.double(), None if residual is None else residual.double()
+            merged.double(), order, inverse, unmerge.double(), *(tensor.double() for tensor in added)
         )
-        plain = reference.unmerge(merged, order, inverse, unmerge, residual)
-        assert_lawful(kernels.unmerge(merged, order, inverse, unmerge, residual), plain, exact)
+        plain = reference.unmerge(merged, order, inverse, unmerge, *added)
+        assert_lawful(kernels.unmerge(merged, order, inverse, unmerge, *added), plain, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -218,8 +218,8 @@ def test_operators_are_well_formed() -> None:
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels._merge_operator, (tokens, order, merge), test_utils=checks)
     merged = kernels.merge(tokens, order, merge)
-    for residual in (None, tokens.transpose(1, 2).contiguous().transpose(1, 2)):
-        torch.library.opcheck(kernels._unmerge_operator, (merged, order, inverse, unmerge, residual), test_utils=checks)
+    for added in ((None, None), (tokens.transpose(1, 2).contiguous().transpose(1, 2), merged.double())):
+        torch.library.opcheck(kernels._unmerge_operator, (merged, order, inverse, unmerge, *added), test_utils=checks)
 
 
 def exact_weights(
@@ -546,13 +546,10 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(ops, "_AUTO_KERNELS", True)
     for capability, expected in (((7, 5), reference), ((9, 0), kernels)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         ops._obstacle.cache_clear()
         assert backend_for("auto", device)[0] is expected
-    monkeypatch.setattr(ops, "_AUTO_KERNELS", False)
-    assert backend_for("auto", device)[0] is reference
     ops._obstacle.cache_clear()
 
 
@@ -608,7 +605,8 @@ def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytes
         weights = torch.zeros(2, regions, count, size, dtype=dtype)
         kernels.merge(tokens, order, weights)
         merged = torch.zeros(2, regions * count, 192, dtype=dtype)
-        kernels.unmerge(merged, order, order, weights.transpose(-1, -2), tokens if bfloat else None)
+        added = (tokens, merged) if bfloat else ()
+        kernels.unmerge(merged, order, order, weights.transpose(-1, -2), *added)
     kernels.select(torch.zeros(1, 4096, 64, dtype=dtype), None, 1, 1024)
     kernels.gather_rotary([torch.zeros(512, 128)] * 2, torch.zeros(64, dtype=torch.int64), [torch.zeros(96, 128)] * 2)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,9 @@ def test_the_printed_plan_is_what_the_command_prints(tmp_path: Path, capsys: pyt
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     assert main(["plan", "--model", str(tmp_path), "--height", "1080", "--width", "1920", "--ratio", "0.5"]) == 0
     assert f"```\n{capsys.readouterr().out}```" in README
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "tables.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

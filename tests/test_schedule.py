@@ -435,7 +435,7 @@ def test_selection_and_weights_are_fp32_under_autocast() -> None:
             unet(**unet_inputs(500))
             group = unet._tokenmerge.state.groups[0]
             # Once more from given tokens, since autocast changes those that reach the block.
-            group.done = (False, False)
+            group.done = (0, 0)
             group.refresh(tiny.noise(1, 256, 8), [], group.slot.map.tensors, [])
         made.append(group.slot.map.tensors)
     assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))

@@ -50,7 +50,7 @@ CALLS = {
         "size": [256, 256],
     },
     "tiny-sdxl": {
-        "call": {"guidance_scale": 4.0},
+        "call": {"guidance_scale": 2.5},
         "guidance_argument": "guidance_scale",
         "steps": 28,
         "size": [256, 256],

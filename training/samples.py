@@ -2,7 +2,7 @@
 
     python training/samples.py models/tiny-flux models/tiny-sdxl --sizes 256 512 --out docs/samples
 
-writes `<model>-<size>.png`, each image with its flower's name below.
+writes `<model>-<size>.jpg`, each image with its flower's name below.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def main() -> None:
             images = list(
                 generate(pipe, prompts, size, args.steps, args.guidance, args.seed, args.batch, args.text_length)
             )
-            path = args.out / f"{folder.name}-{size}.png"
-            sheet(images, list(args.names)).save(path)
+            path = args.out / f"{folder.name}-{size}.jpg"
+            sheet(images, list(args.names)).save(path, quality=90)
             print(f"{path}: {len(images)} images in {time.monotonic() - began:.1f} s", flush=True)
 
 

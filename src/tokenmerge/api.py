@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
-from .config import MergeConfig, TokenMergeError, load_preset
+from .config import BASELINES, MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
-from .hooks import BlockSite, ComponentSite, Installation, Span
+from .hooks import BlockSite, ComponentSite, EntrySite, Installation, Span
+from .methods import method_for
 from .planning import Plan, plan_model
-from .state import RECORD, MergeState
+from .state import RECORD, MergeGroup, MergeState
 from .tables import table
 
 Model = TypeVar("Model")
@@ -73,7 +74,8 @@ def apply(
     """Merge tokens in a pipeline or its denoiser, until `remove`.
 
     config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either the preset of the
-    model's family is used. options: fields of `MergeConfig` or `Schedule` that change it.
+    model's family is used, or the baseline's own if `method` names one.
+    options: fields of `MergeConfig` or `Schedule` that change it.
     scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,
     which waits for the device at every call.
     A model that has merging already gets the new config instead. If anything is wrong the model is left as it was.
@@ -199,7 +201,8 @@ def resolve_config(
         raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
-    base = config or load_preset(preset or family.preset)
+    method = options.get("method")
+    base = config or load_preset(preset or (method if method in BASELINES else family.preset))
     return base.replace(**options) if options else base
 
 
@@ -222,25 +225,33 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
 
 
 def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation) -> None:
-    groups = {}
+    groups: dict[str, MergeGroup] = {}
+    entered: set[str] = set()
     span = Span()
     for site in plan_.merged_sites:
+        method = method_for(plan_.config, site.depth)
         if site.group not in groups:
-            groups[site.group] = state.add_group(site.group, site.block.level, shared=family.shared)
-        group = groups[site.group]
-        if site.part is not None:
-            entry, leave = site.part.entry, site.part.leave or site.part.entry
-            for name in dict.fromkeys((entry, leave)):
-                part = ComponentSite(site.name, state, group, site.part.ports, first=name == entry, last=name == leave)
-                installation.add(part, site.block.module, name)
-        else:
+            groups[site.group] = state.add_group(site.group, site.block.level, method, shared=family.shared)
+        group, block, ports = groups[site.group], site.block, site.block.kind.ports
+        if site.part is None:
             span = Span() if site.first else span
-            ports = site.block.kind.ports
-            block = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
-            installation.add(block, site.block.module)
+            place = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
+            installation.add(place, block.module)
+            continue
+        if method.PER_BLOCK and block.name not in entered:
+            entered.add(block.name)
+            installation.add(EntrySite(block.name, state, group, ports), block.module)
+        entry, leave = site.part.entry, site.part.leave or site.part.entry
+        for name in dict.fromkeys((entry, leave)):
+            last = name == leave and not method.KEYS_VALUES
+            part = ComponentSite(
+                site.name, state, group, site.part.ports, first=name == entry, last=last, refreshes=not method.PER_BLOCK
+            )
+            installation.add(part, block.module, name)
 
     def at_image_start() -> None:
         _check_caches(denoiser, plan_.config)
+        _check_fused(denoiser, plan_.config)
         installation.follow()
 
     state.at_image_start = at_image_start
@@ -276,9 +287,22 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
             f"a merging window of {config.schedule.start} to {config.schedule.stop} needs to know how many steps there "
             "are; apply to the pipeline, or give scheduler=..."
         )
+    _check_fused(denoiser, config)
     blocks = family.blocks(denoiser)
     if blocks:
         _check_chunks(blocks[0].module)
+
+
+def _check_fused(denoiser: nn.Module, config: MergeConfig) -> None:
+    """Refuse fused projections where keys and values must be apart from queries."""
+    if not method_for(config).KEYS_VALUES:
+        return
+    processors = {type(getattr(module, "processor", None)).__name__ for module in denoiser.modules()}
+    if any(name.startswith("Fused") for name in processors):
+        raise TokenMergeError(
+            f"fused projections make keys and values together with queries, and method {config.method!r} gives them "
+            "other tokens; call unfuse_qkv_projections() first"
+        )
 
 
 def _check_chunks(block: nn.Module) -> None:

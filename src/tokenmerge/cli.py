@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import TokenMergeError, presets
+from .config import METHODS, TokenMergeError, presets
 from .options import config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
+    options.command = shlex.join(["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.run(options)
     except TokenMergeError as error:
@@ -71,6 +73,34 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_config_options(plan)
     plan.set_defaults(run=_plan)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time a denoiser with and without merging",
+        description="Latency by phase and over a whole schedule, launches and peak memory of a denoiser: as it is, "
+        "merged by each preset and ratio, and the bound of linear merging. Prints Markdown tables.",
+    )
+    names = "sdxl-random, flux-random, sd35-random"
+    bench.add_argument("--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights")
+    bench.add_argument("--presets", type=parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
+    bench.add_argument("--ratios", type=parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
+    bench.add_argument("--sizes", type=parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
+    bench.add_argument("--batches", type=parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
+    bench.add_argument(
+        "--modes", type=parse_as(tuple[str, ...]), default=("eager",), help="eager,graph,compiled,compiled+graph"
+    )
+    bench.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
+    bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
+    bench.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
+    bench.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
+    bench.add_argument("--rounds", type=int, default=1, metavar="N", help="measure all of it again, in reverse order")
+    bench.add_argument("--out", metavar="FILE", help="append JSON lines")
+    bench.add_argument("--table", metavar="FILE", help="print the tables of a finished run and stop")
+    bench.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    bench.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    bench.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the model's usual)")
+    _add_config_options(bench, without=("ratio", "preset"))
+    bench.set_defaults(run=_bench)
 
     _add_eval(commands)
     _add_reproduce(commands)
@@ -229,6 +259,34 @@ def _generate(options: argparse.Namespace) -> None:
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
 
 
+def _bench(options: argparse.Namespace) -> None:
+    from . import bench
+    from .generate import best_device, parse_size
+
+    if options.table:
+        print(bench.report(bench.read(Path(options.table))))
+        return
+    records = bench.run(
+        options.model,
+        sizes=[parse_size(size) for size in options.sizes],
+        batches=options.batches,
+        modes=options.modes,
+        presets=options.presets,
+        ratios=options.ratios,
+        changes=_config_options(options, without=("ratio",)),
+        steps=options.steps,
+        warmups=options.warmups,
+        repeats=options.repeats,
+        loops=options.loops,
+        rounds=options.rounds,
+        device=best_device(options.device),
+        dtype=options.dtype,
+        out=Path(options.out) if options.out else None,
+        command=options.command,
+    )
+    print(json.dumps(records, indent=2) if options.json else bench.report(records))
+
+
 def _eval(options: argparse.Namespace) -> None:
     _evaluate(options, configurations=options.configs, ratios=options.ratios)
 
@@ -304,10 +362,12 @@ def _presets(options: argparse.Namespace) -> None:
 
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
-    group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
+    if "preset" not in without:
+        group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
     for name, hint in config_fields().items():
         if name not in without:
-            group.add_argument(f"--{name.replace('_', '-')}", type=parse_as(hint), metavar=_metavar(hint))
+            known = "one of " + ", ".join(METHODS) if name == "method" else None
+            group.add_argument(f"--{name.replace('_', '-')}", type=parse_as(hint), metavar=_metavar(hint), help=known)
 
 
 def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-METHODS = ("toma", "lower-bound", "none")
+METHODS = ("toma", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound", "none")
+# Methods that by themselves mean the preset of their name: what their authors do.
+BASELINES = ("tomesd", "tofu", "todo")
 SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
 SIMILARITIES = ("cosine", "dot")
 UNMERGES = ("transpose", "pinv")
@@ -262,12 +264,25 @@ def _yaml() -> Any:
 
 # The paper's variants. Its text gives ToMA's selection stripes as 256 regions, merged over the whole image.
 _PAPER = MergeConfig(regions="stripe:256", merge_regions="whole", sites="component")
+# In its package's form: matched on self-attention's tokens at every call. There only level 1 is merged by default, and
+# SDXL has no attention on that; here all levels are.
+_TOMESD = MergeConfig(
+    method="tomesd", regions="whole", selection="random", sites="component", components=("self_attention",)
+)
+# Cells of 2x2, as ToDo has them. Other ratios make other cells.
+_CELLS = MergeConfig(ratio=0.75, regions="tile:2x2")
 _PRESETS: dict[str, MergeConfig] = {
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),
     "toma-stripe": _PAPER.replace(regions="stripe:64", merge_regions=None),
     "toma-tile": _PAPER.replace(regions="tile:64", merge_regions=None),
     "lower-bound": _PAPER.replace(method="lower-bound", regions="tile:64", merge_regions=None),
+    "tomesd": _TOMESD,
+    "tofu": _TOMESD.replace(method="tofu"),
+    "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
+    "pool": _CELLS.replace(method="pool"),
+    "random": MergeConfig(method="random"),
+    "uniform": MergeConfig(method="uniform"),
     "none": MergeConfig(method="none", ratio=0.0),
     # What `apply(pipe, ratio=...)` uses: small tiles, which keep pictures better than large ones, and one merge per
     # block; in joint-attention models the first blocks, where text and image blend, stay whole.

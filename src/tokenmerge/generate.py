@@ -127,7 +127,7 @@ def make_picture(
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
-    place = pick_device(device)
+    place = best_device(device)
     kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     pipe, defaults = load_pipeline(model, kind, place)
     changes = dict(changes or {})
@@ -152,7 +152,7 @@ def slug(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
 
 
-def pick_device(name: str | None) -> torch.device:
+def best_device(name: str | None) -> torch.device:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name or best)
@@ -164,16 +164,21 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height, written as in 512x384."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not match:
+        raise TokenMergeError(f"size {text!r} is not understood; write width x height, as in 512x384")
+    return int(match[1]), int(match[2])
+
+
 def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
     """Width and height: as asked, or the model's own."""
     if text is None:
         latent = getattr(pipe, "default_sample_size", None) or denoiser_of(pipe).config["sample_size"]  # type: ignore[index]
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if not match:
-        raise TokenMergeError(f"size {text!r} is not understood; write width x height, as in 512x384")
-    width, height = int(match[1]), int(match[2])
+    width, height = parse_size(text)
     unit = pipe.vae_scale_factor
     if min(width, height) < 4 * unit or width % unit or height % unit:
         raise TokenMergeError(

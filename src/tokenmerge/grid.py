@@ -9,7 +9,7 @@ column by column: ragged tiles, without padding or masks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -71,12 +71,13 @@ class Partition:
     order: Tensor | None  # [N] row-major token indices, region by region; None where that is 0, 1, 2, ...
     merge_order: Tensor | None  # the same for merging regions
     description: str
+    grids: tuple[TokenGrid, ...]
 
     def to(self, device: torch.device) -> Partition:
         def moved(order: Tensor | None) -> Tensor | None:
             return None if order is None else order.to(device)
 
-        return Partition(self.layout, moved(self.order), moved(self.merge_order), self.description)
+        return replace(self, order=moved(self.order), merge_order=moved(self.merge_order))
 
 
 def region_size(token_count: int, regions: Regions, ratio: float) -> int:
@@ -134,9 +135,9 @@ def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partit
     select, how = _order(grids, config.select_in, layout.select_size)
     description = f"{layout.select_regions} {how}"
     if layout.merge_size == layout.select_size:
-        return Partition(layout, select, select, description)
+        return Partition(layout, select, select, description, grids)
     if layout.merge_size == layout.tokens:
-        return Partition(layout, select, None, f"{description}, merged in the whole image")
+        return Partition(layout, select, None, f"{description}, merged in the whole image", grids)
     merge, merge_how = _order(grids, config.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and config.select_in.kind == config.merge_in.kind:
@@ -148,7 +149,7 @@ def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partit
             f"{config.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
-    return Partition(layout, nested, nested, f"{description}, merged in {layout.merge_regions} {merge_how}")
+    return Partition(layout, nested, nested, f"{description}, merged in {layout.merge_regions} {merge_how}", grids)
 
 
 def split_regions(tokens: Tensor, order: Tensor | None, regions: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
 the paper's form. A block site merges what enters one block, or a span of blocks, and unmerges only the change the block
-made, so that the residual stream stays exact. No forward is copied and no module replaced: a site takes the place of a
+made, so that the residual stream stays exact. Where a method matches the tokens that enter a block, an entry site does
+that for the block's component sites. No forward is copied and no module replaced: a site takes the place of a
 module's forward and calls the original.
 
 Compiled code notices a forward that was replaced, but not a hook that was added: with native hooks, `apply` after a
@@ -100,8 +101,8 @@ class Site(ABC):
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
         return self.state.mode == "full" or not self.slot.merges
 
-    def merge(self, tokens: Tensor, tables: list[Tensor]) -> Tensor:
-        """Refresh what is due, then [B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
+    def split(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Text tokens [B, T, C], if there are any, and image tokens [B, N, C]; raises where those are not the map's."""
         slot = self.slot
         text = tokens.shape[1] - slot.map.token_count
         if text < 0 or (text > 0 and not self.ports.text_first):
@@ -109,15 +110,26 @@ class Site(ABC):
                 f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.token_count} of its grid; "
                 "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
             )
-        if tokens.device != slot.map.merge_weights.device:
+        if tokens.device != slot.map.destinations.device:
             raise TokenMergeError(
-                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.merge_weights.device}; "
+                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.destinations.device}; "
                 "a denoiser spread over devices cannot be merged: put it on one"
             )
-        image = tokens[:, text:] if text else tokens
-        refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
-        merged = slot.map.merge(image)
-        return torch.cat([tokens[:, :text], merged], dim=1) if text else merged
+        return (tokens[:, :text], tokens[:, text:]) if text else (None, tokens)
+
+    def refresh(self, image: Tensor, tables: list[Tensor]) -> None:
+        """Bring the maps up to date with image tokens [B, N, C]."""
+        slot = self.slot
+        if torch.compiler.is_compiling():
+            refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
+        elif self.group.has_due(tables):
+            # Not through the dispatcher, which takes as long as several launches.
+            self.group.refresh(image.detach(), tables, slot.map.tensors, slot.rotary)
+
+    def merge(self, text: Tensor | None, image: Tensor) -> Tensor:
+        """[B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
+        merged = self.slot.map.merge(image)
+        return merged if text is None else torch.cat([text, merged], dim=1)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """[B, (T +) M, C] to [B, (T +) N, C]."""
@@ -138,7 +150,12 @@ class Site(ABC):
 
 
 class ComponentSite(Site):
-    """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is."""
+    """A submodule, or two where tokens enter one and leave another. What leaves is unmerged as it is; what leaves a
+    projection to keys or values, which is no `last`, stays merged."""
+
+    def __init__(self, *arguments: Any, refreshes: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.refreshes = refreshes  # or an entry site does
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell. Self-attention is
@@ -147,12 +164,24 @@ class ComponentSite(Site):
         if self.idle or masked:
             return self.original(*args, **kwargs)
         if self.first:
-            merged = self.merge(self.ports.tokens.read(args, kwargs), self.tables(args, kwargs))
-            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
+            text, image = self.split(self.ports.tokens.read(args, kwargs))
+            if self.refreshes:
+                self.refresh(image, self.tables(args, kwargs))
+            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, self.merge(text, image)))
         output = self.original(*args, **kwargs)
         if not self.last:
             return output
         return self.ports.replaced(output, [self.unmerge(tokens) for tokens in self.ports.outgoing(output)])
+
+
+class EntrySite(Site):
+    """A block whose component sites share the map that is made from the tokens entering it. They pass whole."""
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.idle:
+            _, image = self.split(self.ports.tokens.read(args, kwargs))
+            self.refresh(image, self.tables(args, kwargs))
+        return self.original(*args, **kwargs)
 
 
 class Span:
@@ -174,7 +203,9 @@ class BlockSite(Site):
         entered = None
         if self.first:
             tokens = self.ports.tokens.read(args, kwargs)
-            merged = self.merge(tokens, self.tables(args, kwargs))
+            text, image = self.split(tokens)
+            self.refresh(image, self.tables(args, kwargs))
+            merged = self.merge(text, image)
             entered = (tokens, merged)
             args, kwargs = self.ports.tokens.write(args, kwargs, merged)
         args, kwargs = self.with_rotary(args, kwargs)
@@ -193,7 +224,7 @@ class BlockSite(Site):
             )
         tokens, merged = entered
         (left,) = self.ports.outgoing(output)
-        return self.ports.replaced(output, [self.slot.map.unmerge(left - merged, residual=tokens)])
+        return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged)])
 
 
 class _Placed:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
 
-_PACKAGES = ("tokenmerge", "torch", "diffusers", "transformers", "triton")
+_PACKAGES = ("tokenmerge", "torch", "diffusers", "transformers", "triton", "tomesd")
 
 
 def timed(function: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
@@ -35,8 +37,38 @@ def peak_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+class Stopwatch:
+    """Times calls that follow each other without waiting for the device in between, as a denoising loop makes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: list[tuple[torch.cuda.Event, torch.cuda.Event] | tuple[float, float]] = []
+
+    def lap(self, function: Callable[[], object]) -> None:
+        if self._device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            self._laps.append((start, end))
+        else:
+            _wait(self._device)
+            began = time.perf_counter()
+            function()
+            _wait(self._device)
+            self._laps.append((began, time.perf_counter()))
+
+    def milliseconds(self) -> list[float]:
+        """Of every lap so far."""
+        _wait(self._device)
+        return [
+            start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else (end - start) * 1e3  # type: ignore[arg-type, operator]
+            for start, end in self._laps
+        ]
+
+
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on: hardware and versions."""
+    """What a figure depends on: hardware, versions, and the commit where the package is a checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     record = {"device": name, "python": platform.python_version(), "threads": str(torch.get_num_threads())}
     for package in _PACKAGES:
@@ -44,7 +76,21 @@ def environment(device: torch.device) -> dict[str, str]:
             record[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return record
+    # What runs, where that is not an installed distribution.
+    record["torch"] = torch.__version__
+    if device.type == "cuda" and torch.version.cuda:
+        record["cuda"] = torch.version.cuda
+    commit = _commit()
+    return {**record, "commit": commit} if commit else record
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return told.stdout.strip() or None
 
 
 def _wait(device: torch.device) -> None:

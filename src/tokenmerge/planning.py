@@ -9,7 +9,8 @@ from torch import nn
 
 from .adapters import Block, Component, Family
 from .config import MergeConfig, TokenMergeError
-from .grid import Layout, TokenGrid, partition_grids
+from .grid import Layout, TokenGrid
+from .methods import method_for
 from .state import DenoiserCall, grid_at_level
 from .tables import table
 
@@ -24,15 +25,12 @@ class PlannedSite:
     name: str
     block: Block
     component: str  # a component's name, or "block", or "span"
+    group: str  # whose maps it uses: in a span those of its first block
+    depth: float  # share of the model's blocks that run before it
     part: Component | None = None
     skipped: str = ""
     first: bool = True  # of its span
     last: bool = True
-    leader: str = ""  # group whose maps a span uses: that of its first block
-
-    @property
-    def group(self) -> str:
-        return self.leader or self.block.group
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,7 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
     blocks = family.blocks(denoiser)
     if config.levels is not None and family.name != "unet":
         raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
+    _check_method(denoiser, blocks, config)
     skipped = _skipped_blocks(blocks, config)
     list_sites = _component_sites if config.sites == "component" else _block_sites
     sites = list_sites(blocks, skipped, config)
@@ -165,6 +164,22 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
         )
     groups = () if call is None else tuple(_planned_groups(blocks, sites, config, call))
     return Plan(type(denoiser).__name__, family.name, config, tuple(sites), groups)
+
+
+def _check_method(denoiser: nn.Module, blocks: list[Block], config: MergeConfig) -> None:
+    """Refuse what the method cannot do."""
+    method = method_for(config)
+    method.settle(config)
+    if config.sites not in method.SITES:
+        raise TokenMergeError(
+            f"method {config.method!r} cannot be applied at sites={config.sites!r}; "
+            f"use sites={method.SITES[0]!r}, or preset={config.method!r}"
+        )
+    if method.KEYS_VALUES and not any(block.kind.keys_values for block in blocks):
+        raise TokenMergeError(
+            f"method {config.method!r} leaves fewer keys than queries, and {type(denoiser).__name__} turns both by the "
+            "same rotary table; use another method, such as 'pool'"
+        )
 
 
 def _skipped_blocks(blocks: list[Block], config: MergeConfig) -> dict[str, str]:
@@ -193,17 +208,31 @@ def _number(skip: int | float, members: int) -> int:
 
 def _component_sites(blocks: list[Block], skipped: dict[str, str], config: MergeConfig) -> list[PlannedSite]:
     sites = []
-    for block in blocks:
-        for name, parts in block.kind.components.items():
+    for place, block in enumerate(blocks):
+        depth = place / len(blocks)
+        group = _group(block, depth, config)
+        shortened = {"self_attention": block.kind.keys_values}
+        for name, parts in (shortened if method_for(config).KEYS_VALUES else block.kind.components).items():
             for part in parts:
                 # Optional submodules are None in blocks that lack them.
-                if getattr(block.module, part.entry, None) is None:
+                if _submodule(block.module, part.entry) is None:
                     continue
                 reason = skipped.get(block.name) or (
                     "" if name in config.components else f"{name} is not in components"
                 )
-                sites.append(PlannedSite(f"{block.name}.{part.entry}", block, name, part, reason))
+                sites.append(PlannedSite(f"{block.name}.{part.entry}", block, name, group, depth, part, reason))
     return sites
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _group(block: Block, depth: float, config: MergeConfig) -> str:
+    return f"{block.group} {method_for(config, depth).label}".strip()
 
 
 def _block_sites(blocks: list[Block], skipped: dict[str, str], config: MergeConfig) -> list[PlannedSite]:
@@ -212,35 +241,41 @@ def _block_sites(blocks: list[Block], skipped: dict[str, str], config: MergeConf
     limit = 1 if config.sites == "block" else config.span or len(blocks)
     length, leader, line = 0, "", None
     for place, block in enumerate(blocks):
+        depth = place / len(blocks)
         reason = skipped.get(block.name, "")
         starts = length == 0 or length == limit or block.line != line
         length = 0 if reason else (1 if starts else length + 1)
         line = block.line
-        leader = block.group if starts else leader
+        leader = _group(block, depth, config) if starts else leader
         following = blocks[place + 1] if place + 1 < len(blocks) else None
         ends = length == limit or following is None or following.line != line or following.name in skipped
-        sites.append(PlannedSite(block.name, block, config.sites, None, reason, starts, ends, "" if reason else leader))
+        group = _group(block, depth, config) if reason else leader
+        sites.append(PlannedSite(block.name, block, config.sites, group, depth, None, reason, starts, ends))
     return sites
 
 
 def _planned_groups(
     blocks: list[Block], sites: list[PlannedSite], config: MergeConfig, call: DenoiserCall
 ) -> Iterable[PlannedGroup]:
+    method = method_for(config)
+    settled = method.settle(config)
     for name in dict.fromkeys(block.group for block in blocks):
         members = [block for block in blocks if block.group == name]
         merged = [site for site in sites if site.block.group == name and not site.skipped]
         grid = TokenGrid(*grid_at_level(call, members[0].level))
-        partition = partition_grids((grid,), config)
+        partition = method.partition((grid,), settled)
         layout, width = partition.layout, members[0].width
+        merges, merged_blocks = sum(site.first for site in merged), len({site.block.name for site in merged})
         saved = spent = 0.0
-        if layout.merged < layout.tokens:
-            saved = sum(_saved(site, layout, width) for site in merged)
-            spent = _spent(merged, layout, width, config)
+        if merged and layout.merged < layout.tokens:
+            saved = sum(_saved(site, layout, width, keys_values=method.KEYS_VALUES) for site in merged)
+            # A span has many blocks and merges once; a block has many components that merge, with one map.
+            spent = method.spent(layout, width, settled, blocks=min(merges, merged_blocks), merges=merges)
         yield PlannedGroup(
             name,
             len(members),
-            len({site.block.name for site in merged}),
-            sum(site.first for site in merged),
+            merged_blocks,
+            merges,
             width,
             grid,
             layout,
@@ -258,17 +293,9 @@ def _work(components: tuple[str, ...], tokens: int, width: int) -> float:
     return linear * width**2 * tokens + square * width * tokens**2
 
 
-def _saved(site: PlannedSite, layout: Layout, width: int) -> float:
+def _saved(site: PlannedSite, layout: Layout, width: int, *, keys_values: bool) -> float:
+    if keys_values:
+        # Of keys or of values: a projection, and one of attention's two products, with all queries.
+        return (width**2 + width * layout.tokens) * (layout.tokens - layout.merged)
     components = (site.component,) if site.component in _SHARES else tuple(_SHARES)
     return _work(components, layout.tokens, width) - _work(components, layout.merged, width)
-
-
-def _spent(sites: list[PlannedSite], layout: Layout, width: int, config: MergeConfig) -> float:
-    """Multiplications of selection and weights, spread over their intervals, and of every merge and unmerge."""
-    if not sites:
-        return 0.0
-    apply_map = layout.tokens * layout.merge_count * width
-    selection = layout.tokens * layout.select_size * width / config.schedule.destinations_every
-    weights = (apply_map + layout.tokens * width) / config.schedule.weights_every
-    merges = sum(site.first for site in sites)
-    return selection + weights + 2 * merges * apply_map

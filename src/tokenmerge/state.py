@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .clustermap import ClusterMap
 from .config import MergeConfig, TokenMergeError
-from .grid import Partition, TokenGrid, layout_for, partition_grids
+from .grid import Partition, TokenGrid
 from .mergemap import MergeMap
-from .methods import method_for
+from .methods import Method, method_for
 from .ops import backend_for
 from .watch import watch
 
@@ -109,8 +110,8 @@ class _Due:
     record: _Record
     step: int
     phase: str
-    maps_done: bool = False
-    rotary_done: bool = False
+    maps_done: int = 0  # how often: every block may need a map of its own
+    rotary_done: int = 0
     settled: bool = False
 
 
@@ -143,7 +144,7 @@ class _History:
 class Slot:
     """The tensors that the layers of a group read for one size of image."""
 
-    map: MergeMap
+    map: MergeMap | ClusterMap
     rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
     history: _History = field(default_factory=_History)
 
@@ -156,7 +157,9 @@ class Slot:
 class MergeGroup:
     """Layers that share destinations and weights, and everything those need."""
 
-    def __init__(self, name: str, index: int, config: MergeConfig, clock: Clock, level: int, shared: bool) -> None:
+    def __init__(
+        self, name: str, index: int, method: Method[Any], config: MergeConfig, clock: Clock, level: int, shared: bool
+    ) -> None:
         self.name = name
         self.level = level
         self.shared = shared  # whether the samples of a batch have the same destinations
@@ -167,9 +170,9 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        self._config = config
+        self._config = method.settle(config)
         self._clock = clock
-        self._method = method_for(config)
+        self._method = method
         self._seed = config.seed + index
         self._generator = torch.Generator()
         self._seeded_for = -1
@@ -197,7 +200,9 @@ class MergeGroup:
             slot.history.bring_in(turn, [*slot.map.tensors, *slot.rotary])
         record = slot.history.record(turn, image)
         phase = self._config.schedule.phase(step, record.selected, record.weighed)
-        if record.selected is not None and not self._method.REFRESHES:
+        if self._method.PER_BLOCK:
+            phase = "select"
+        elif record.selected is not None and not self._method.REFRESHES:
             phase = "reuse"
         self._due = _Due(record, step, phase)
 
@@ -209,68 +214,62 @@ class MergeGroup:
         due.settled = True
         if due.maps_done and due.phase != "reuse":
             due.record.weighed = due.step
-            self.weighings += 1
+            self.weighings += due.maps_done
             if due.phase == "select":
                 due.record.selected, due.record.rotary = due.step, False
-                self.selections += 1
-        due.record.rotary |= due.rotary_done
+                self.selections += due.maps_done
+        due.record.rotary |= due.rotary_done > 0
 
     def _allocate(
         self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
     ) -> Slot:
         ops, self.backend = backend_for(self._config.backend, device)
-        layout = layout_for(tokens, self._config)
-        kinds = (self._config.select_in.kind, self._config.merge_in.kind)
-        ordered = "tile" in kinds and kinds[1] != "whole"
+        layout = self._method.layout(tokens, self._config)
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
-            merge_map = MergeMap.empty(
-                layout, ops, batch, ordered=ordered, shared=self.shared, dtype=dtype, device=device
+            merge_map = self._method.empty_map(
+                layout, ops, self._config, batch, shared=self.shared, dtype=dtype, device=device
             )
             tables = 2 if rotary_width else 0
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
         return Slot(merge_map, rotary)
 
+    def has_due(self, tables: list[Tensor]) -> bool:
+        """Whether a refresh has work left in this call, for a site with these rotary tables."""
+        due = self._due
+        assert due is not None, "a site ran before its denoiser was entered"
+        return self._method.PER_BLOCK or not due.maps_done or (bool(tables) and not due.rotary_done)
+
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
-        """Bring the maps up to date for this call; the first layer of the group to run does the work.
+        """Bring the maps up to date for this call; the first layer of the group to run does the work, or every block
+        where a method makes a map for each.
 
         tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
         (of the map) and `rotary` (of the merged sequence) are overwritten in place.
         """
         due = self._due
-        assert due is not None, "a site ran before its denoiser was entered"
-        if not due.maps_done:
-            due.maps_done = True
+        assert due is not None
+        again = self._method.PER_BLOCK
+        ops, _ = backend_for(self._config.backend, tokens.device)
+        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._config), ops, tensors)
+        if again or not due.maps_done:
+            due.maps_done += 1
             if due.phase != "reuse":
+                self.partition = self._partition_on(tokens.device)
                 # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
                 with torch.autocast(tokens.device.type, enabled=False):
-                    self._renew(tokens, tensors, due.phase)
-        if tables and not due.rotary_done:
-            due.rotary_done = True
+                    self._method.renew(
+                        merge_map, due.phase, tokens, self.partition, self._config, self._generator, shared=self.shared
+                    )
+        if tables and (again or not due.rotary_done):
+            due.rotary_done += 1
             if self._rotary_is_due(due):
-                ops, _ = backend_for(self._config.backend, tokens.device)
-                layout = layout_for(tokens.shape[1], self._config)
-                ops.gather_rotary(tables, MergeMap.over(layout, ops, tensors).destinations[0], rotary)
+                ops.gather_rotary(tables, merge_map.destinations[0], rotary)
 
     @staticmethod
     def _rotary_is_due(due: _Due) -> bool:
         return due.phase == "select" or not due.record.rotary
-
-    def _renew(self, tokens: Tensor, tensors: list[Tensor], phase: str) -> None:
-        """Select, if that is due, and weigh."""
-        ops, _ = backend_for(self._config.backend, tokens.device)
-        layout = layout_for(tokens.shape[1], self._config)
-        merge_map = MergeMap.over(layout, ops, tensors)
-        self.partition = partition = self._partition_on(tokens.device)
-        if phase == "select":
-            destinations = self._method.select(
-                tokens, partition, self._config, ops, self._generator, shared=self.shared
-            )
-        else:
-            destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
-        merge, unmerge = self._method.weigh(tokens, destinations, partition, self._config, ops, self._generator)
-        merge_map.fill(partition, destinations, merge, unmerge)
 
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for calls in which this group does the same work on the same tensors; None where it draws numbers."""
@@ -281,20 +280,26 @@ class MergeGroup:
         return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
 
     @property
-    def done(self) -> tuple[bool, bool]:
-        """Whether this call has renewed maps and rotary tables."""
+    def phase(self) -> str:
+        """What is due in this call: select, reweigh or reuse."""
+        assert self._due is not None
+        return self._due.phase
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """How often this call has renewed maps and rotary tables."""
         assert self._due is not None
         return self._due.maps_done, self._due.rotary_done
 
     @done.setter
-    def done(self, done: tuple[bool, bool]) -> None:
+    def done(self, done: tuple[int, int]) -> None:
         assert self._due is not None
         self._due.maps_done, self._due.rotary_done = done
 
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device)
         if key not in self._partitions:
-            self._partitions[key] = partition_grids(self.grids, self._config).to(device)
+            self._partitions[key] = self._method.partition(self.grids, self._config).to(device)
         return self._partitions[key]
 
 
@@ -315,8 +320,11 @@ class MergeState:
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be copied or pickled while merging is applied; call remove first")
 
-    def add_group(self, name: str, level: int = 0, *, shared: bool = False) -> MergeGroup:
-        group = MergeGroup(name, len(self.groups), self.config, self.clock, level, shared)
+    def add_group(
+        self, name: str, level: int = 0, method: Method[Any] | None = None, *, shared: bool = False
+    ) -> MergeGroup:
+        method = method or method_for(self.config)
+        group = MergeGroup(name, len(self.groups), method, self.config, self.clock, level, shared)
         self.groups.append(group)
         return group
 
@@ -354,6 +362,12 @@ class MergeState:
                 "use larger regions or a larger image, or remove merging"
             )
 
+    @property
+    def phase(self) -> str:
+        """What the call that was entered last does: full, reuse, reweigh or select."""
+        phases = [group.phase for group in self.groups]
+        return max(phases, key=("reuse", "reweigh", "select").index) if self.mode == "merged" else "full"
+
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""
         if self.mode == "full":
@@ -361,11 +375,11 @@ class MergeState:
         kinds = tuple(group.kind() for group in self.groups)
         return None if None in kinds else (self.mode, *kinds)
 
-    def done(self) -> list[tuple[bool, bool]]:
+    def done(self) -> list[tuple[int, int]]:
         """What this call has renewed so far, by group."""
         return [group.done for group in self.groups]
 
-    def set_done(self, done: list[tuple[bool, bool]]) -> None:
+    def set_done(self, done: list[tuple[int, int]]) -> None:
         """Take it that this call has renewed this."""
         for group, each in zip(self.groups, done, strict=True):
             group.done = each

@@ -1,4 +1,4 @@
-"""Plain-text tables for people."""
+"""Tables for people: plain text, and Markdown."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["-" * width for width in widths], *rows]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])

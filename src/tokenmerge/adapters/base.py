@@ -25,10 +25,15 @@ class Component:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One class of transformer block: its ports as a whole, and its components by name."""
+    """One class of transformer block: its ports as a whole, and its components by name.
+
+    keys_values: projections of self-attention to keys and values of image tokens, if fewer of those than queries will
+    do. Rotary tables that are shared with queries forbid it.
+    """
 
     ports: Ports
     components: Mapping[str, tuple[Component, ...]]
+    keys_values: tuple[Component, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Family:
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
+    example: Callable[[Any, int, int, int], dict[str, Any]]  # random arguments for a batch of height x width latents
     shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
     span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
@@ -87,5 +93,18 @@ class Family:
                     )
 
 
+def keys_values(*attentions: str) -> tuple[Component, ...]:
+    """The projections to keys and values of diffusers' attention modules of these names."""
+    ports = Ports(Argument("input", 0))
+    return tuple(Component(f"{name}.{part}", ports) for name in attentions for part in ("to_k", "to_v"))
+
+
 def as_tensor(timestep: Any) -> Tensor:
     return timestep if isinstance(timestep, Tensor) else torch.tensor(timestep, dtype=torch.float64)
+
+
+def noise(denoiser: nn.Module, *shape: int) -> Tensor:
+    """Random input for a denoiser, in its dtype and on its device."""
+    parameter = next(denoiser.parameters())
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype)

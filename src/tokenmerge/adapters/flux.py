@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel
 
 from ..hooks import Argument, Ports
 from ..state import DenoiserCall
-from .base import Block, BlockKind, Component, Family, as_tensor
+from .base import Block, BlockKind, Component, Family, as_tensor, noise
 
 _ROTARY = Argument("image_rotary_emb", 3)
 _WHOLE = Ports(outputs=(1,), rotary=_ROTARY)
@@ -34,6 +34,8 @@ _HIDDEN_STATES = Argument("hidden_states", 0)
 _TEXT = Argument("encoder_hidden_states", 1)
 _TIMESTEP = Argument("timestep", 3)
 _IDS = Argument("img_ids", 4)
+# Of T5, as the pipeline pads them.
+_TEXT_TOKENS = 512
 
 
 def _blocks(transformer: FluxTransformer2DModel) -> list[Block]:
@@ -69,6 +71,23 @@ def _plan_call(transformer: FluxTransformer2DModel, height: int, width: int) -> 
     return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height // 2, width // 2)
 
 
+def _example(transformer: FluxTransformer2DModel, batch: int, height: int, width: int) -> dict[str, Any]:
+    config, device = transformer.config, transformer.device
+    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
+    ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3)
+    arguments = {
+        "hidden_states": noise(transformer, batch, len(ids), config.in_channels),
+        "timestep": torch.full((batch,), 0.5, device=device, dtype=transformer.dtype),
+        "encoder_hidden_states": noise(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
+        "pooled_projections": noise(transformer, batch, config.pooled_projection_dim),
+        "img_ids": ids.to(device, transformer.dtype),
+        "txt_ids": torch.zeros(_TEXT_TOKENS, 3, device=device, dtype=transformer.dtype),
+    }
+    if config.guidance_embeds:
+        arguments["guidance"] = torch.full((batch,), 3.5, device=device)
+    return arguments
+
+
 FAMILY = Family(
     name="flux",
     denoiser=FluxTransformer2DModel,
@@ -76,6 +95,7 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    example=_example,
     shared=True,
     span_breakers=(Argument("controlnet_block_samples", 8), Argument("controlnet_single_block_samples", 9)),
 )

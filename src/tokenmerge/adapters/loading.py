@@ -13,7 +13,8 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from ..config import TokenMergeError
-from . import families
+from . import denoiser_of, families
+from .sizes import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
 _BUNDLED = Path(__file__).parent.parent / "models"
@@ -62,13 +63,39 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
     return pipe.to(device), defaults
 
 
+def load_denoiser(model: str, dtype: str | None, device: torch.device) -> tuple[nn.Module, int]:
+    """The denoiser of a pipeline, or one of `RANDOM_MODELS` with random weights, and pixels per latent."""
+    if model not in RANDOM_MODELS:
+        default = "float32" if device.type == "cpu" else "bfloat16"
+        pipe, _ = load_pipeline(model, getattr(torch, dtype or default), device)
+        return denoiser_of(pipe).eval(), pipe.vae_scale_factor
+    config, usual = RANDOM_MODELS[model]
+    before = torch.get_default_dtype()
+    # Weights in their own dtype from the start: twice the size would not fit everywhere.
+    torch.set_default_dtype(getattr(torch, dtype or usual))
+    try:
+        with device, torch.random.fork_rng(_devices(device)):
+            torch.manual_seed(0)
+            return _from_config(config, model).eval(), 8
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """Those whose generators a seed changes beside the CPU's."""
+    return [device] if device.type == "cuda" else []
+
+
 def _place(model: str) -> str:
     """The folder of a bundled model, or what was given."""
     return str(_BUNDLED / model) if model in bundled_models() else model
 
 
 def empty_denoiser(model: str) -> tuple[nn.Module, int]:
-    """The denoiser of a bundled model, a folder or a hub id, without weights, and pixels per latent."""
+    """The denoiser of a model, or one of `RANDOM_MODELS`, without weights, and pixels per latent."""
+    if model in RANDOM_MODELS:
+        with torch.device("meta"):
+            return _from_config(RANDOM_MODELS[model][0], model), 8
     model = _place(model)
     index = _read_json(model, "model_index.json")
     part = next((name for name in _PARTS if index and name in index), None)
@@ -84,10 +111,15 @@ def empty_denoiser(model: str) -> tuple[nn.Module, int]:
         )
     vae = _read_json(model, "vae/config.json") if index else None
     scale = 2 ** (len(vae["block_out_channels"]) - 1) if vae and "block_out_channels" in vae else 8
+    with torch.device("meta"):
+        return _from_config(config, model), scale
+
+
+def _from_config(config: dict[str, Any], model: str) -> nn.Module:
     for family in families():
         if family.denoiser.__name__ == config.get("_class_name"):
-            with torch.device("meta"):
-                return family.denoiser.from_config(config), scale  # type: ignore[attr-defined]
+            denoiser: nn.Module = family.denoiser.from_config(config)  # type: ignore[attr-defined]
+            return denoiser
     supported = ", ".join(family.denoiser.__name__ for family in families())
     raise TokenMergeError(f"{model!r} has a {config.get('_class_name')}; supported denoisers are {supported}")
 

@@ -9,7 +9,7 @@ from diffusers import SD3Transformer2DModel
 
 from ..hooks import Argument, Ports
 from ..state import DenoiserCall
-from .base import Block, BlockKind, Component, Family, as_tensor
+from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _JOINT = BlockKind(
     Ports(outputs=(1,)),
@@ -18,10 +18,13 @@ _JOINT = BlockKind(
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
         "mlp": (Component("ff"),),
     },
+    keys_values("attn", "attn2"),
 )
 
 _HIDDEN_STATES = Argument("hidden_states", 0)
 _TIMESTEP = Argument("timestep", 3)
+# Of CLIP and T5 together, as the pipeline gives them.
+_TEXT_TOKENS = 77 + 256
 
 
 def _blocks(transformer: SD3Transformer2DModel) -> list[Block]:
@@ -44,6 +47,16 @@ def _plan_call(transformer: SD3Transformer2DModel, height: int, width: int) -> D
     return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height // patch, width // patch)
 
 
+def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width: int) -> dict[str, Any]:
+    config = transformer.config
+    return {
+        "hidden_states": noise(transformer, batch, config.in_channels, height, width),
+        "timestep": torch.full((batch,), 500.0, device=transformer.device),
+        "encoder_hidden_states": noise(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
+        "pooled_projections": noise(transformer, batch, config.pooled_projection_dim),
+    }
+
+
 FAMILY = Family(
     name="sd3",
     denoiser=SD3Transformer2DModel,
@@ -51,6 +64,7 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    example=_example,
     span_breakers=(Argument("block_controlnet_hidden_states", 4), Argument("skip_layers", 7)),
     attention_kwargs=Argument("joint_attention_kwargs", 5),
 )

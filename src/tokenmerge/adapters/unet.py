@@ -10,7 +10,7 @@ from diffusers.models.attention import BasicTransformerBlock
 
 from ..hooks import Argument, Ports
 from ..state import DenoiserCall
-from .base import Block, BlockKind, Component, Family, as_tensor
+from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _BLOCK = BlockKind(
     Ports(),
@@ -19,10 +19,13 @@ _BLOCK = BlockKind(
         "cross_attention": (Component("attn2"),),
         "mlp": (Component("ff"),),
     },
+    keys_values("attn1"),
 )
 
 _SAMPLE = Argument("sample", 0)
 _TIMESTEP = Argument("timestep", 1)
+# Of CLIP.
+_TEXT_TOKENS = 77
 
 
 def _blocks(unet: UNet2DConditionModel) -> list[Block]:
@@ -60,6 +63,20 @@ def _plan_call(unet: UNet2DConditionModel, height: int, width: int) -> DenoiserC
     return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height, width)
 
 
+def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) -> dict[str, Any]:
+    config = unet.config
+    arguments: dict[str, Any] = {
+        "sample": noise(unet, batch, config.in_channels, height, width),
+        "timestep": torch.full((), 500.0, device=unet.device),
+        "encoder_hidden_states": noise(unet, batch, _TEXT_TOKENS, config.cross_attention_dim),
+    }
+    if config.addition_embed_type == "text_time":
+        ids = 6
+        text = config.projection_class_embeddings_input_dim - ids * config.addition_time_embed_dim
+        arguments["added_cond_kwargs"] = {"text_embeds": noise(unet, batch, text), "time_ids": noise(unet, batch, ids)}
+    return arguments
+
+
 FAMILY = Family(
     name="unet",
     denoiser=UNet2DConditionModel,
@@ -67,6 +84,7 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    example=_example,
     masks=(Argument("attention_mask", 5),),
     attention_kwargs=Argument("cross_attention_kwargs", 6),
 )

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from ..config import TokenMergeError
-from ..generate import pick_device
+from ..generate import best_device
 from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
@@ -68,7 +68,7 @@ def compare_folders(
 
     prompts: for the CLIP score, one for each picture of `test` in the order of their names.
     """
-    place = pick_device(device)
+    place = best_device(device)
     torch.set_num_threads(threads)
     originals, tests = list_pictures(reference), list_pictures(test)
     choice = choose_metrics(metrics, sources or Sources()).without(_objections(originals, tests, prompts))

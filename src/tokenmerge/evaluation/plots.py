@@ -88,7 +88,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
     write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
 

@@ -25,7 +25,7 @@ from ..adapters.loading import load_pipeline
 from ..compiling import compile
 from ..config import TokenMergeError
 from ..files import write_text
-from ..generate import Request, draw, pick_device, picture_size, token_counts
+from ..generate import Request, best_device, draw, picture_size, token_counts
 from ..measure import environment, forget_peak_memory, peak_memory
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
@@ -132,7 +132,7 @@ class Evaluation:
         device = task.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{processes.local_process_index % torch.cuda.device_count()}"
-        self._device = pick_device(device)
+        self._device = best_device(device)
         self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         # The first process fetches what is not here yet, the others find it.
         with processes.main_process_first():
@@ -321,7 +321,7 @@ class Evaluation:
 
     def _progress(self, items: Sequence[Item], label: str) -> Iterator[Item]:
         """A bar, by the first process, for its own share."""
-        from tqdm.auto import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
 
         hidden = not self._processes.is_main_process or not items
         yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)

@@ -1,4 +1,7 @@
-"""ToMA: destinations by submodular selection inside regions, merging by an attention-like linear map."""
+"""ToMA: destinations by submodular selection inside regions, merging by an attention-like linear map.
+
+The controls `random` and `uniform` are the same with destinations that do not look at the tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +10,63 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..config import MergeConfig
-from ..grid import Partition
-
-REFRESHES = True
-
-
-def draws(config: MergeConfig) -> bool:
-    return config.selection in ("random", "stochastic")
+from ..config import SELECTIONS, MergeConfig
+from ..grid import Layout, Partition
+from .base import LinearMethod
 
 
-def select(
-    tokens: Tensor,
-    partition: Partition,
-    config: MergeConfig,
-    ops: ModuleType,
-    generator: torch.Generator,
-    *,
-    shared: bool,
-) -> Tensor:
-    """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""
-    layout = partition.layout
-    return ops.select(
-        tokens,
-        partition.order,
-        layout.select_regions,
-        layout.select_count,
-        selection=config.selection,
-        similarity=config.similarity,
-        shared=shared,
-        generator=generator,
-    )
+class Toma(LinearMethod):
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        return config.replace(selection=config.method) if config.method in SELECTIONS else config
 
+    def draws(self, config: MergeConfig) -> bool:
+        return config.selection in ("random", "stochastic")
 
-def weigh(
-    tokens: Tensor,
-    destinations: Tensor,
-    partition: Partition,
-    config: MergeConfig,
-    ops: ModuleType,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Weights between tokens and the destinations of their merging region (section 4.2)."""
-    layout = partition.layout
-    # Selection regions are listed merging region by merging region, so regrouping is a view.
-    grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
-    merge, unmerge = ops.weigh(
-        tokens, partition.merge_order, grouped, similarity=config.similarity, temperature=config.temperature
-    )
-    if config.unmerge == "pinv":
-        unmerge = ops.pinv_weights(merge, fallback=unmerge)
-    return merge, unmerge
+    def select(
+        self,
+        tokens: Tensor,
+        partition: Partition,
+        config: MergeConfig,
+        ops: ModuleType,
+        generator: torch.Generator,
+        *,
+        shared: bool,
+    ) -> Tensor:
+        """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""
+        layout = partition.layout
+        return ops.select(
+            tokens,
+            partition.order,
+            layout.select_regions,
+            layout.select_count,
+            selection=config.selection,
+            similarity=config.similarity,
+            shared=shared,
+            generator=generator,
+        )
+
+    def weigh(
+        self,
+        tokens: Tensor,
+        destinations: Tensor,
+        partition: Partition,
+        config: MergeConfig,
+        ops: ModuleType,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """Weights between tokens and the destinations of their merging region (section 4.2)."""
+        layout = partition.layout
+        # Selection regions are listed merging region by merging region, so regrouping is a view.
+        grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
+        merge, unmerge = ops.weigh(
+            tokens, partition.merge_order, grouped, similarity=config.similarity, temperature=config.temperature
+        )
+        if config.unmerge == "pinv":
+            unmerge = ops.pinv_weights(merge, fallback=unmerge)
+        return merge, unmerge
+
+    def making(self, layout: Layout, width: int, config: MergeConfig) -> float:
+        looks = config.selection not in ("random", "uniform")
+        selection = looks * layout.tokens * layout.select_size * width / config.schedule.destinations_every
+        weights = layout.tokens * (layout.merge_count + 1) * width / config.schedule.weights_every
+        return selection + weights

@@ -13,8 +13,6 @@ import torch
 from ..config import TokenMergeError
 from . import reference
 
-# Whether "auto" takes the kernels where they run. Off until they have been measured and tested on a GPU.
-_AUTO_KERNELS = False
 # Tensor cores for bf16, and what Triton still compiles for.
 _LEAST_CAPABILITY = (8, 0)
 
@@ -28,8 +26,6 @@ def backend_for(name: str, device: torch.device) -> tuple[ModuleType, str]:
         raise TokenMergeError(
             f"backend='triton' cannot run here: {obstacle}; use backend='auto' or backend='reference'"
         )
-    if name == "auto" and not obstacle and not _AUTO_KERNELS:
-        obstacle = "kernels are on trial: backend='triton' takes them"
     if obstacle:
         return reference, f"reference ({obstacle})"
     return import_module(".kernels", __name__), "triton"

@@ -55,6 +55,17 @@ def _load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS: tl.
 
 
 @triton.jit
+def _add_products(total, one, two):
+    """total + one two^T, in fp32."""
+    if one.dtype == tl.float32:
+        # The compiler would chain the sums of an addition. Subtracted, every chunk is summed by itself, which rounds
+        # less; at a temperature of 0.001 that shows.
+        return total - tl.dot(-one, tl.trans(two), input_precision="ieee")
+    else:
+        return tl.dot(one, tl.trans(two), total, input_precision="ieee")
+
+
+@triton.jit
 def _merge_kernel(
     tokens,
     order,
@@ -115,6 +126,7 @@ def _unmerge_kernel(
     order,
     weights,
     residual,
+    entered,
     out,
     regions,
     merged_b,
@@ -127,6 +139,9 @@ def _unmerge_kernel(
     residual_b,
     residual_n,
     residual_c,
+    entered_b,
+    entered_m,
+    entered_c,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -157,6 +172,9 @@ def _unmerge_kernel(
         wanted = spots < COUNT
         rows = (region * COUNT + spots).to(tl.int64)
         values = _load_tokens(merged, rows, wanted, columns, merged_m, merged_c, CHANNELS)
+        if entered is not None:
+            before = _load_tokens(entered + sample * entered_b, rows, wanted, columns, entered_m, entered_c, CHANNELS)
+            values = (values.to(tl.float32) - before.to(tl.float32)).to(values.dtype)
         shares = tl.load(
             weights + places[:, None] * weight_n + spots[None, :] * weight_k,
             mask=held[:, None] & wanted[None, :],
@@ -205,7 +223,7 @@ def _select_kernel(
     for start in range(0, CHANNELS, BLOCK_C):
         columns = start + tl.arange(0, BLOCK_C)
         values = _load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
-        pairs = tl.dot(values, tl.trans(values), pairs, input_precision="ieee")
+        pairs = _add_products(pairs, values, values)
     if COSINE:
         # The diagonal holds the squared norms.
         own = tl.where(places[:, None] == places[None, :], pairs, 0.0)
@@ -313,7 +331,7 @@ def _select_scratch_kernel(
                     depths = start + tl.arange(0, BLOCK_C)
                     one = _load_tokens(base, row_indices, rows < SIZE, depths, token_n, token_c, CHANNELS)
                     two = _load_tokens(base, column_indices, columns < SIZE, depths, token_n, token_c, CHANNELS)
-                    block = tl.dot(one, tl.trans(two), block, input_precision="ieee")
+                    block = _add_products(block, one, two)
                 if COSINE:
                     block *= _inverse_norm(row_squares)[:, None] * _inverse_norm(column_squares)[None, :]
                 else:
@@ -506,7 +524,7 @@ def _weigh_kernel(
             columns = start + tl.arange(0, BLOCK_C)
             ours = _load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
             theirs = _load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
-            pairs = tl.dot(ours, tl.trans(theirs), pairs, input_precision="ieee")
+            pairs = _add_products(pairs, ours, theirs)
             if COSINE:
                 source_squares += tl.sum(ours.to(tl.float32) * ours.to(tl.float32), 1)
                 target_squares += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), 1)
@@ -734,14 +752,19 @@ def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
 
 
 def unmerge(
-    merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None = None
+    merged: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    entered: Tensor | None = None,
 ) -> Tensor:
     """`reference.unmerge`, in one launch for regions of up to 512 tokens; the reference where a gradient is needed."""
-    if _needs_gradient(merged, weights, residual):
-        return reference.unmerge(merged, order, inverse, weights, residual)
+    if _needs_gradient(merged, weights, residual, entered):
+        return reference.unmerge(merged, order, inverse, weights, residual, entered)
     if torch.compiler.is_compiling():
-        return _unmerge_operator(merged, order, inverse, weights, residual)
-    return _unmerge(merged, order, inverse, weights, residual)
+        return _unmerge_operator(merged, order, inverse, weights, residual, entered)
+    return _unmerge(merged, order, inverse, weights, residual, entered)
 
 
 def gather_rotary(tables: list[Tensor], destinations: Tensor, out: list[Tensor]) -> None:
@@ -797,13 +820,19 @@ def _merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
 
 
 def _unmerge(
-    merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None
+    merged: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    weights: Tensor,
+    residual: Tensor | None,
+    entered: Tensor | None,
 ) -> Tensor:
     batch, _, channels = merged.shape
     _, regions, size, count = weights.shape
     dtypes = {merged.dtype, merged.dtype if residual is None else residual.dtype}
-    if size > _MERGE_SIZE or not dtypes.issubset(_DTYPES):
-        return reference.unmerge(merged, order, inverse, weights, residual)
+    mixed = entered is not None and entered.dtype != merged.dtype
+    if size > _MERGE_SIZE or mixed or not dtypes.issubset(_DTYPES):
+        return reference.unmerge(merged, order, inverse, weights, residual, entered)
     out = merged.new_empty(batch, regions * size, channels, dtype=_unmerged_dtype(merged, residual))
     block_n, block_k = _merge_blocks(size, count, merged.dtype)
     programs = batch * regions * triton.cdiv(size, block_n)
@@ -814,11 +843,13 @@ def _unmerge(
             order,
             weights,
             residual,
+            entered,
             out,
             regions,
             *merged.stride(),
             *weights.stride(),
             *((0, 0, 0) if residual is None else residual.stride()),
+            *((0, 0, 0) if entered is None else entered.stride()),
             CHANNELS=channels,
             SIZE=size,
             COUNT=count,
@@ -843,15 +874,28 @@ def _(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
 
 @torch.library.custom_op("tokenmerge::unmerge", mutates_args=())
 def _unmerge_operator(
-    merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None
+    merged: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    weights: Tensor,
+    residual: Tensor | None,
+    entered: Tensor | None,
 ) -> Tensor:
-    return _unmerge(merged, order, inverse, weights, residual)
+    # The reference's sum has the strides of the residual.
+    return _unmerge(merged, order, inverse, weights, residual, entered).contiguous()
 
 
 @_unmerge_operator.register_fake
-def _(merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None) -> Tensor:
+def _(
+    merged: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    weights: Tensor,
+    residual: Tensor | None,
+    entered: Tensor | None,
+) -> Tensor:
     shape = merged.shape[0], weights.shape[1] * weights.shape[2], merged.shape[2]
-    return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual))
+    return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual, entered))
 
 
 def _fixed_pairs(
@@ -898,8 +942,11 @@ def _merge_warps(elements: int, steps: int) -> int:
     return min(8, max(1, elements // (2048 if steps == 1 else 1024)))
 
 
-def _unmerged_dtype(merged: Tensor, residual: Tensor | None) -> torch.dtype:
-    return merged.dtype if residual is None else torch.promote_types(merged.dtype, residual.dtype)
+def _unmerged_dtype(merged: Tensor, *added: Tensor | None) -> torch.dtype:
+    dtype = merged.dtype
+    for tensor in added:
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:
@@ -908,4 +955,5 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    return torch.cuda.device(tensor.device) if elsewhere else contextlib.nullcontext()

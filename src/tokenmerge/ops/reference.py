@@ -195,13 +195,21 @@ def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
 
 
 def unmerge(
-    merged: Tensor, order: Tensor | None, inverse: Tensor | None, weights: Tensor, residual: Tensor | None = None
+    merged: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    weights: Tensor,
+    residual: Tensor | None = None,
+    entered: Tensor | None = None,
 ) -> Tensor:
     """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C].
 
-    order: [N] token indices region by region, and inverse: [N] its inverse, or both None. They say the same; this file
-    gathers by the one, kernels scatter by the other.
+    With `entered` [B, M, C], what merged tokens were before, only their change is unmerged. order: [N] token indices
+    region by region, and inverse: [N] its inverse, or both None. They say the same; this file gathers by the one,
+    kernels scatter by the other.
     """
+    if entered is not None:
+        merged = merged - entered
     regions = weights.to(merged.dtype) @ merged.unflatten(1, (weights.shape[1], -1))
     tokens = join_regions(regions, inverse)
     return tokens if residual is None else residual + tokens

@@ -1,0 +1,102 @@
+"""Fills the tables of README.md and docs/ from the result files in benchmarks/results.
+
+    python benchmarks/tables.py           # rewrite what is out of date
+    python benchmarks/tables.py --check   # say what is out of date, and fail
+
+A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds:
+`bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
+every ratio), `ops` (single operations).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import ops
+
+from tokenmerge import bench
+from tokenmerge.tables import markdown
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"(<!-- table: (?P<request>[^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def read(names: Iterable[str]) -> list[dict[str, Any]]:
+    lines = [line for name in names for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in lines if line]
+
+
+def bench_tables(names: list[str]) -> str:
+    records = read(names)
+    commands = dict.fromkeys(record["command"] for record in records)
+    shown = "\n".join(commands)
+    return f"```\n{shown}\n```\n\n{bench.report(records)}"
+
+
+def speed_table(names: list[str]) -> str:
+    """Speed-up over the unpatched denoiser of the same comparison, by ratio."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in read(names):
+        key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode"))
+        groups.setdefault(key, []).append(record)
+    cells: dict[tuple[str, ...], dict[float, str]] = {}
+    for (model, width, height, batch, mode), records in groups.items():
+        rows = bench.pool(records)
+        for row in rows:
+            if row.config is None or row.config["method"] == "lower-bound":
+                continue
+            sites = {"component": "per component", "block": "once per block", "span": "once per span"}
+            where = (model, f"{width}x{height}", str(batch), mode, sites[row.config["sites"]])
+            cells.setdefault(where, {})[row.config["ratio"]] = f"{bench.speed_up(row, rows):.2f}x"
+    ratios = sorted({ratio for found in cells.values() for ratio in found})
+    header = ["model", "size", "batch", "mode", "merging", *(f"ratio {ratio:g}" for ratio in ratios)]
+    return markdown(header, [[*where, *(found.get(ratio, "") for ratio in ratios)] for where, found in cells.items()])
+
+
+def ops_table(names: list[str]) -> str:
+    return ops.table(read(names))
+
+
+KINDS = {"bench": bench_tables, "speed": speed_table, "ops": ops_table}
+
+
+def filled(text: str) -> str:
+    """A document with all of its tables made anew."""
+
+    def fill(found: re.Match[str]) -> str:
+        kind, *names = found["request"].split()
+        return f"{found[1]}{KINDS[kind](names)}\n{found[3]}"
+
+    return MARK.sub(fill, text)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if something is out of date")
+    arguments = parser.parse_args(argv)
+    stale = []
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        new = filled(text)
+        if new != text:
+            stale.append(path.relative_to(ROOT))
+            if not arguments.check:
+                path.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'out of date' if arguments.check else 'rewritten'}")
+    return 1 if arguments.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

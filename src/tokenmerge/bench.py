@@ -1,0 +1,360 @@
+"""Latency, launches and memory of a denoiser, by phase and over a whole schedule, with and without merging.
+
+A denoising loop makes few kinds of call: those that select, that only weigh, that reuse maps, and unmerged ones. Each
+kind is timed many times, and the medians are summed as often as a schedule has them: the time of all steps, selection
+and weights included, without running every step again and again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from . import api
+from .adapters import family_of
+from .adapters.loading import load_denoiser
+from .compiling import compile, uncompile
+from .config import MergeConfig, Schedule, TokenMergeError
+from .measure import Stopwatch, environment, timed
+from .tables import markdown
+
+MODES = ("eager", "graph", "compiled", "compiled+graph")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a comparison; without a config the denoiser as it is."""
+
+    label: str
+    config: MergeConfig | None = None
+
+    def phases(self, steps: int) -> list[str]:
+        """The phase of every step. The maps of the bound cost nothing by definition."""
+        if self.config is None:
+            return ["full"] * steps
+        phases = phases_of(self.config.schedule, steps)
+        if self.config.method == "lower-bound":
+            return ["full" if phase == "full" else "reuse" for phase in phases]
+        return phases
+
+
+class _Loop:
+    """Stands for the scheduler that drives a denoiser: merging hears its steps, and it may skip some."""
+
+    def __init__(self, steps: int) -> None:
+        self.timesteps = list(range(steps, 0, -1))
+        self.begin_index = 0
+
+    def set_timesteps(self) -> None:
+        """Begin an image."""
+
+    def step(self) -> None:
+        """End a step."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of one comparison share."""
+
+    model: str
+    width: int
+    height: int
+    batch: int
+    mode: str
+    steps: int
+    warmups: int
+    repeats: int
+    loops: int  # whole schedules to run from end to end as well
+    command: str  # that asked for it
+
+
+def phases_of(schedule: Schedule, steps: int) -> list[str]:
+    """The phase of every step of an image."""
+    phases = []
+    selected = weighed = None
+    for step in range(steps):
+        phase = schedule.phase(step, selected, weighed) if schedule.merges(step / steps) else "full"
+        selected = step if phase == "select" else selected
+        weighed = step if phase in ("select", "reweigh") else weighed
+        phases.append(phase)
+    return phases
+
+
+def measure_candidate(
+    denoiser: nn.Module, arguments: dict[str, Any], candidate: Candidate, setting: Setting
+) -> dict[str, Any]:
+    """One record: milliseconds by phase and over the schedule, launches of a call, peak memory."""
+    device = next(denoiser.parameters()).device
+    loop = _Loop(setting.steps)
+    api.remove(denoiser)
+    uncompile(denoiser)
+    torch.compiler.reset()
+    _free(device)
+
+    def call() -> None:
+        with torch.inference_mode():
+            denoiser(**arguments, return_dict=False)
+
+    phases = candidate.phases(setting.steps)
+    try:
+        if candidate.config is not None:
+            api.apply(denoiser, candidate.config, scheduler=loop)
+        launches = None
+        if setting.mode != "eager":
+            compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _, first = timed(call, device)
+        times = _time_phases(loop, call, phases, device, setting)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
+        backends = [group["backend"] for group in api.summary(denoiser).groups]
+        compiled = api.summary(denoiser).compiled
+        if device.type == "cuda" and "graph" not in setting.mode:
+            launches = _launches(call)
+    finally:
+        uncompile(denoiser)
+        api.remove(denoiser)
+    return {
+        "label": candidate.label,
+        **vars(setting),
+        "config": candidate.config.to_dict() if candidate.config is not None else None,
+        "steps_by_phase": dict(Counter(phases)),
+        "laps_ms": {phase: [round(lap, 4) for lap in laps] for phase, laps in times.items()},
+        "loop_ms": [round(seconds * 1e3, 3) for seconds in whole],
+        "first_call_s": round(first, 3),
+        "launches": launches,
+        "peak_bytes": peak,
+        "backend": backends[0] if backends else None,
+        "compiled": compiled,
+        "environment": environment(device),
+    }
+
+
+def _time_phases(
+    loop: _Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
+) -> dict[str, list[float]]:
+    """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
+    visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
+    watches: dict[str, Stopwatch] = {}
+    for turn in range(setting.warmups + setting.repeats):
+        if turn in (0, setting.warmups):
+            watches = {phase: Stopwatch(device) for phase in visited.values()}
+        # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
+        if turn == 0 or len(visited) > 1:
+            loop.set_timesteps()
+        for step in range(max(visited) + 1):
+            if step in visited:
+                watches[visited[step]].lap(call)
+            loop.step()
+    return {phase: watch.milliseconds() for phase, watch in watches.items()}
+
+
+def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
+    def run() -> None:
+        loop.set_timesteps()
+        for _ in range(steps):
+            call()
+            loop.step()
+
+    return timed(run, device)[1]
+
+
+def _launches(call: Callable[[], None]) -> int:
+    """Kernels, copies and fills of one call that renews nothing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiled.events())
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def candidates_for(denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float]) -> list[Candidate]:
+    """The denoiser as it is; then for every ratio each preset, and the bound of linear merging at the same sites."""
+    found = [Candidate("unpatched")]
+    for ratio in ratios:
+        for preset in presets:
+            config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio)
+            bound = config.replace(method="lower-bound", selection="facility-location", unmerge="transpose")
+            for label, each in ((f"lower-bound of {preset}", bound), (preset, config)):
+                found.append(Candidate(f"{label} {ratio:g}", each))
+    return found
+
+
+def run(
+    model: str,
+    *,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    modes: Sequence[str],
+    presets: Sequence[str],
+    ratios: Sequence[float],
+    changes: dict[str, Any],
+    steps: int = 50,
+    warmups: int = 5,
+    repeats: int = 20,
+    loops: int = 0,
+    rounds: int = 1,
+    device: torch.device,
+    dtype: str | None = None,
+    out: Path | None = None,
+    command: str = "",
+) -> list[dict[str, Any]]:
+    """Measure every size, batch and mode; records are appended to `out` as they are made.
+
+    Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
+    then does so for all of them.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
+        if "graph" in mode and device.type != "cuda":
+            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
+    denoiser, scale = load_denoiser(model, dtype, device)
+    candidates = [
+        Candidate(each.label, each.config.replace(**changes) if each.config is not None and changes else each.config)
+        for each in candidates_for(denoiser, presets, ratios)
+    ]
+    settings = [
+        Setting(model, width, height, batch, mode, steps, warmups, repeats, loops, command)
+        for width, height in sizes
+        for batch in batches
+        for mode in modes
+    ]
+    records = []
+    turns = [candidate for turn in range(rounds) for candidate in (candidates if turn % 2 == 0 else candidates[::-1])]
+    with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
+        for setting in settings:
+            family = family_of(denoiser)
+            arguments = family.example(denoiser, setting.batch, setting.height // scale, setting.width // scale)
+            for candidate in turns:
+                progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
+                try:
+                    record = measure_candidate(denoiser, arguments, candidate, setting)
+                except torch.OutOfMemoryError as error:
+                    raise TokenMergeError(
+                        f"{device} has too little memory for {model} at {setting.width}x{setting.height}, batch "
+                        f"{setting.batch}; use a smaller size or batch"
+                        + (f" (what was measured is in {out})" if out else "")
+                    ) from error
+                records.append(record)
+                if out is not None:
+                    with out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
+                progress.update()
+    return records
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def report(records: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table of each comparison, with advice where merging did not pay."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
+        groups.setdefault(key, []).append(record)
+    parts = []
+    for (model, width, height, batch, mode, steps), found in groups.items():
+        rows = pool(found)
+        where = rows[0].record["environment"]
+        parts.append(
+            f"**{model}, {width}x{height}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
+            f"torch {where['torch']}\n\n{_table(rows)}"
+        )
+        if any(speed_up(row, rows) < 1 for row in rows):
+            parts.append(_advice(mode))
+    return "\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate of a comparison, with the laps of all rounds."""
+
+    record: dict[str, Any]  # of the first round
+    laps: dict[str, list[float]]
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        config: dict[str, Any] | None = self.record["config"]
+        return config
+
+    @property
+    def schedule_ms(self) -> float:
+        """Of all steps: the median of each phase, as often as a schedule has it."""
+        steps: dict[str, int] = self.record["steps_by_phase"]
+        return sum(statistics.median(self.laps[phase]) * count for phase, count in steps.items())
+
+
+def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
+    """One row for each candidate."""
+    rows: dict[str, Row] = {}
+    for record in records:
+        row = rows.setdefault(record["label"], Row(record, {phase: [] for phase in record["laps_ms"]}))
+        for phase, laps in record["laps_ms"].items():
+            row.laps[phase] += laps
+    return list(rows.values())
+
+
+def speed_up(row: Row, rows: Sequence[Row]) -> float:
+    """Of a row over the unpatched one of the same comparison."""
+    (plain,) = (each for each in rows if each.config is None)
+    return plain.schedule_ms / row.schedule_ms
+
+
+def _advice(mode: str) -> str:
+    lead = "Below 1.00x merging costs more than it saves here: "
+    if mode == "eager":
+        return lead + "the device waits for launches. Use `tokenmerge.compile(pipe)`, a larger batch or a larger image."
+    return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
+
+
+def _table(rows: Sequence[Row]) -> str:
+    header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase (10-90 %)", "launches", "peak GiB"]
+    return markdown(header, list(_lines(rows)))
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
+    bounds = {_sites(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
+    for row in rows:
+        bound = bounds.get(_sites(row.config)) if row.config else None
+        peak = row.record["peak_bytes"]
+        yield [
+            row.record["label"],
+            f"{row.schedule_ms:.0f}",
+            f"{speed_up(row, rows):.2f}x",
+            "" if bound in (None, row) else f"{100 * (row.schedule_ms / bound.schedule_ms - 1):+.1f} %",
+            ", ".join(f"{phase} {_spread(laps)}" for phase, laps in row.laps.items()),
+            str(row.record["launches"] or ""),
+            f"{peak / 2**30:.2f}" if peak else "",
+        ]
+
+
+def _spread(laps: list[float]) -> str:
+    ordered = sorted(laps)
+    tail = len(ordered) // 10
+    return f"{statistics.median(ordered):.2f} ({ordered[tail]:.2f}-{ordered[-1 - tail]:.2f})"
+
+
+def _sites(config: dict[str, Any]) -> str:
+    """What a method shares with its bound: where it merges, and how much."""
+    names = ("ratio", "regions", "merge_regions", "sites", "components", "levels", "skip_first", "skip_last")
+    return json.dumps({name: config.get(name) for name in names})

@@ -1,0 +1,100 @@
+"""ClusterMap: the map of methods that put every token into one cluster, by indices instead of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .grid import Layout
+
+# What becomes of a cluster: the mean of its tokens; its destination alone; or the direction of the mean with the
+# largest norm of its tokens (MLERP).
+RULES = ("mean", "prune", "mlerp")
+
+
+@dataclass(frozen=True)
+class ClusterMap:
+    """One cluster per destination, in tensors that a refresh fills in place and compiled code reads as inputs.
+
+    The same interface as `MergeMap`. Merging need not be linear; unmerging copies a cluster's result to its tokens.
+    """
+
+    rule: str
+    destinations: Tensor  # [S, M] row-major token indices; S is 1 if the batch shares them
+    sources: Tensor  # [S, N - M] row-major indices of the tokens that are not destinations
+    places: Tensor  # [B, N] place of every token's cluster among the merged tokens
+
+    @classmethod
+    def empty(cls, rule: str, layout: Layout, batch: int, *, shared: bool, device: torch.device) -> ClusterMap:
+        """A map of the right shapes, to be filled."""
+        samples = 1 if shared else batch
+        shapes = [(samples, layout.merged), (samples, layout.tokens - layout.merged), (batch, layout.tokens)]
+        return cls(rule, *(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
+
+    # Sizes are read off tensors: the compiler takes any number it finds in a hook for a constant.
+    @property
+    def token_count(self) -> int:
+        return self.places.shape[1]
+
+    @property
+    def merged_count(self) -> int:
+        return self.destinations.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything a refresh writes."""
+        return [self.destinations, self.sources, self.places]
+
+    def fill(self, destinations: Tensor, sources: Tensor, places: Tensor) -> None:
+        """Overwrite in place."""
+        for tensor, value in zip(self.tensors, (destinations, sources, places), strict=True):
+            tensor.copy_(value)
+
+    def merge(self, tokens: Tensor) -> Tensor:
+        """[B, N, C] to [B, M, C], by the rule."""
+        merged = _rows(tokens, self.destinations)
+        if self.rule == "prune":
+            return merged
+        # Destinations are in place already, so only sources have to travel.
+        sources, places = _rows(tokens, self.sources), _rows(self.places, self.sources)
+        mean = _mean(merged, sources, places)
+        if self.rule == "mean":
+            return mean
+        lengths = [each.float().norm(dim=-1) for each in (merged, sources)]
+        largest = lengths[0].scatter_reduce(1, places, lengths[1], "amax")
+        return (F.normalize(mean.float(), dim=-1) * largest[..., None]).to(tokens.dtype)
+
+    def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
+        """[B, M, C] to [B, N, C]: every token gets what its cluster came to, plus the residual [B, N, C]; with
+        `entered` [B, M, C] the change since then alone."""
+        tokens = _rows(merged if entered is None else merged - entered, self.places)
+        return tokens if residual is None else residual + tokens
+
+    def owners(self) -> Tensor:
+        """[N] row-major index of the destination whose result each token of the first sample gets."""
+        return self.destinations[0][self.places[0]]
+
+
+def _samples(batch: int, device: torch.device) -> Tensor:
+    return torch.arange(batch, device=device)[:, None]
+
+
+def _rows(tokens: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [B or 1, K] of tokens [B, N, ...], as [B, K, ...]."""
+    return tokens[_samples(tokens.shape[0], tokens.device), index]
+
+
+def _mean(merged: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+    """The mean of every row of merged [B, M, C] and those of sources [B, K, C] that have its place [B, K]."""
+    batch, count, _ = merged.shape
+    # One index per row, not per number, is what makes this quick.
+    rows = (places + count * _samples(batch, places.device)).flatten()
+    sums = merged.flatten(0, 1).index_add(0, rows, sources.flatten(0, 1))
+    # Not in a half precision, which cannot count far.
+    members = torch.ones(batch * count, device=rows.device).index_add(
+        0, rows, torch.ones(len(rows), device=rows.device)
+    )
+    return (sums / members[:, None]).to(merged.dtype).unflatten(0, (batch, count))

@@ -1,0 +1,140 @@
+"""The bench command: what it counts, what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+import tokenmerge
+from tokenmerge import bench
+from tokenmerge.adapters import denoiser_of, family_of
+from tokenmerge.adapters.loading import empty_denoiser
+from tokenmerge.adapters.sizes import RANDOM_MODELS
+from tokenmerge.cli import main
+from tokenmerge.config import Schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "counts"),
+    [
+        (Schedule(), 50, {"select": 5, "reweigh": 5, "reuse": 40}),
+        (Schedule(destinations_every=50), 50, {"select": 1, "reweigh": 9, "reuse": 40}),
+        (Schedule(weights_every=1), 20, {"select": 2, "reweigh": 18}),
+        (Schedule(start=0.5), 20, {"full": 10, "select": 1, "reweigh": 1, "reuse": 8}),
+    ],
+)
+def test_phases_are_those_of_a_pipeline(schedule: Schedule, steps: int, counts: dict[str, int]) -> None:
+    phases = bench.phases_of(schedule, steps)
+    assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
+    pipe = tokenmerge.apply(tiny.build("sdxl"), ratio=0.5).unet
+    config = tokenmerge.MergeConfig(schedule=schedule, levels=(4,))
+    pipe = tokenmerge.apply(tiny.build("sdxl"), config)
+    seen: list[str] = []
+    pipe.unet.register_forward_hook(lambda *_: seen.append(pipe.unet._tokenmerge.state.phase))
+    tiny.draw(pipe, steps=steps)
+    assert seen == phases
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd", "sd3", "flux"])
+def test_examples_are_calls_a_denoiser_takes(kind: str) -> None:
+    denoiser = denoiser_of(tiny.build(kind))
+    arguments = family_of(denoiser).example(denoiser, 2, 16, 24)
+    with torch.no_grad():
+        output = denoiser(**arguments, return_dict=False)[0]
+    assert output.shape[0] == 2
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "billions"), [("sdxl-random", 2.57), ("flux-random", 11.9), ("sd35-random", 8.06)])
+def test_random_models_have_their_real_size(name: str, billions: float) -> None:
+    denoiser, scale = empty_denoiser(name)
+    assert scale == 8
+    assert sum(parameter.numel() for parameter in denoiser.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert set(RANDOM_MODELS) == {"sdxl-random", "flux-random", "sd35-random"}
+
+
+ARGUMENTS = ["--sizes", "64x64,64x96", "--warmups", "1", "--repeats", "2", "--steps", "12", "--ratios", "0.5,0.75"]
+
+
+def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-flux",
+        *ARGUMENTS,
+        "--loops",
+        "1",
+        "--rounds",
+        "2",
+        "--skip-first",
+        "0",
+        "--out",
+        str(out),
+    ]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    records = bench.read(out)
+    labels = ["unpatched", "lower-bound of default 0.5", "default 0.5"]
+    labels += ["lower-bound of default 0.75", "default 0.75"]
+    assert [record["label"] for record in records] == (labels + labels[::-1]) * 2
+    assert all(label in printed for label in labels)
+    for record in records:
+        _check(record)
+    assert main(["bench", "--table", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def _check(record: dict[str, Any]) -> None:
+    assert sum(record["steps_by_phase"].values()) == 12
+    assert record["laps_ms"].keys() == record["steps_by_phase"].keys()
+    assert all(len(laps) == 2 for laps in record["laps_ms"].values())
+    assert len(record["loop_ms"]) == 1
+    assert record["command"].startswith("tokenmerge bench --model tiny-flux")
+    assert record["environment"]["torch"] == torch.__version__
+    if record["config"]:
+        assert record["config"]["skip_first"] == 0
+
+
+def test_rounds_are_pooled_and_medians_summed() -> None:
+    records = [
+        {"label": label, "config": config, "laps_ms": laps, "steps_by_phase": dict.fromkeys(laps, 10)}
+        for label, config, laps in (
+            ("unpatched", None, {"full": [3.0, 1.0]}),
+            ("merged", {"ratio": 0.5}, {"reuse": [1.0], "select": [2.0]}),
+            ("merged", {"ratio": 0.5}, {"reuse": [9.0, 1.0], "select": [2.0]}),
+            ("unpatched", None, {"full": [6.0]}),
+        )
+    ]
+    plain, merged = rows = bench.pool(records)
+    assert (plain.schedule_ms, merged.schedule_ms) == (30.0, 30.0)
+    assert bench.speed_up(merged, rows) == 1.0
+
+
+def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--sizes", "64x64", "--warmups", "0", "--repeats", "1", "--steps", "2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "fast"], "modes are eager, graph"),
+        (["--modes", "graph", "--device", "cpu"], "needs a CUDA device"),
+        (["--sizes", "64"], "write width x height"),
+        (["--presets", "none-such"], "none-such"),
+        (["--model", "no/such/folder/at-all"], "cannot be loaded"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("tokenmerge: ")
+    assert message in error
