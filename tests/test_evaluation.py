@@ -30,7 +30,7 @@ from tokenmerge.cli import main
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.run import Task, evaluate
-from tokenmerge.evaluation.studies import STUDIES, study
+from tokenmerge.evaluation.studies import STUDIES, Study
 from tokenmerge.generate import Request, draw
 from tokenmerge.quality.networks import Sources
 
@@ -510,19 +510,22 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_runs_quickly(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["reproduce", name, "--quick", "--size", "64x64", "--steps", "2", "--device", "cpu"]
-    assert main([*arguments, "--metrics", "mse", "--number", "1", "--json", "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.folder)
+def test_every_study_runs_quickly(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", study.names[-1], "--quick", "--size", "64x64", "--steps", "2", "--repeats", "0"]
+    arguments += ["--device", "cpu", "--metrics", "mse", "--number", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert len(result["results"]) == 1 + len(study(name).configurations)
-    assert not result["settings"]["refused"]
+    labels = [line["label"] for line in result["results"]]
+    refused = result["settings"]["refused"]
+    assert len(labels) + len(refused) == 1 + len(study.configurations)
+    assert all(label.startswith("todo") for label in refused)
     assert len({line["metrics"]["mse"]["mean"] for line in result["results"][1:]}) > 1
 
 
 def test_a_study_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "table99"]) == 2
-    assert "choose from table2" in capsys.readouterr().err
+    assert "choose from table1" in capsys.readouterr().err
 
 
 def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: Path) -> None:

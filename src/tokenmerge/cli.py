@@ -129,26 +129,27 @@ def _add_eval(commands: Any) -> None:
         "model 'none' is always compared (default: the model family's preset)",
     )
     parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
-    _add_evaluation_options(parser, number="all", seeds="0", repeats="5", out="evaluation")
-    parser.set_defaults(run=_eval, seeds=(0,), repeats=5, out="evaluation")
+    _add_evaluation_options(parser, model="tiny-flux", number="all", seeds="0", repeats="5", out="evaluation")
+    parser.set_defaults(run=_eval, model="tiny-flux", seeds=(0,), repeats=5, out="evaluation")
 
 
 def _add_reproduce(commands: Any) -> None:
-    from .evaluation.studies import FULL, QUICK, STUDIES
+    from .evaluation.studies import FULL, NAMES, QUICK, STUDIES
 
     parser = commands.add_parser(
         "reproduce",
-        help="make a table of the paper",
-        description="Evaluate the configurations of one of the paper's tables: "
-        + "; ".join(f"{name}: {study.about}" for name, study in STUDIES.items())
+        help="make a table or figure of the paper",
+        description="Evaluate the configurations of one of the paper's tables. "
+        + "; ".join(f"{', '.join(study.names)}: {study.about}" for study in STUDIES)
         + f". By default {FULL.prompts} prompts x {len(FULL.seeds)} seeds, as the paper's ablations have.",
     )
-    parser.add_argument("name", metavar="NAME", help=", ".join(STUDIES))
+    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK.prompts} prompts, {QUICK.steps} steps: does everything run?"
     )
     _add_evaluation_options(
         parser,
+        model="tiny-sdxl; for table10 tiny-flux",
         number=f"{FULL.prompts}, quick {QUICK.prompts}",
         seeds=f"{FULL.seeds}, quick {QUICK.seeds}",
         repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
@@ -160,7 +161,7 @@ def _add_reproduce(commands: Any) -> None:
 def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """defaults: what the help tells of options that have another default in every command."""
     told = {name: f"(default: {default})" for name, default in defaults.items()}
-    parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    parser.add_argument("--model", help=f"bundled name, folder or hub id {told['model']}")
     _add_prompt_options(parser, default="flowers")
     parser.add_argument("--number", type=int, metavar="N", help=f"the first N prompts {told['number']}")
     parser.add_argument(
@@ -292,16 +293,17 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from .evaluation.studies import FULL, QUICK, study
+    from .evaluation.studies import FULL, QUICK, find_study
 
-    configurations = study(options.name).configurations
+    study = find_study(options.name)
     scale = QUICK if options.quick else FULL
-    for name, value in (("number", scale.prompts), ("seeds", scale.seeds), ("repeats", scale.repeats)):
+    options.model = options.model or study.model
+    defaults = {"number": scale.prompts, "seeds": scale.seeds, "repeats": scale.repeats, "steps": scale.steps}
+    defaults["out"] = f"reproduction/{study.folder}-{Path(options.model).name}"
+    for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    options.steps = options.steps or scale.steps
-    options.out = options.out or f"reproduction/{options.name}-{Path(options.model).name}"
-    _evaluate(options, configurations=configurations, tell_refused=True)
+    _evaluate(options, configurations=study.configurations, tell_refused=True)
 
 
 def _evaluate(options: argparse.Namespace, **task: Any) -> None:

@@ -1,4 +1,4 @@
-"""`tokenmerge reproduce`: tables of the paper (arXiv 2509.10918) as lists of configurations for `eval`."""
+"""`tokenmerge reproduce`: tables and figures of the paper (arXiv 2509.10918) as lists of configurations for `eval`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ..config import SELECTIONS, UNMERGES, TokenMergeError
 
 # The paper's ablations renew everything at every step, but for the one about that.
 _EVERY_STEP = "destinations_every=1,weights_every=1"
+RATIOS = (0.25, 0.5, 0.75)
 _SCHEDULES = ((1, 1), (5, 1), (5, 5), (10, 1), (10, 5), (10, 10), (50, 50))
 
 
@@ -28,10 +29,16 @@ QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4)
 
 @dataclass(frozen=True)
 class Study:
-    """One table: what it is about, and the configurations that are its rows."""
+    """Tables and figures that one evaluation serves: what it is about, and the configurations that are its rows."""
 
+    names: tuple[str, ...]
     about: str
     configurations: tuple[str, ...]
+    model: str = "tiny-sdxl"
+
+    @property
+    def folder(self) -> str:
+        return "-".join(self.names)
 
 
 def _regions(text: str) -> str:
@@ -40,8 +47,33 @@ def _regions(text: str) -> str:
     return f"{count} {kind}s" if count else kind
 
 
-STUDIES = {
-    "table2": Study(
+# ToDo and pooling have the ratio of their cells.
+_METHODS = (
+    *(
+        f"{preset}:ratio={ratio:g}"
+        for preset in (
+            "default",
+            "toma",
+            "toma-once",
+            "toma-stripe",
+            "toma-tile",
+            "tomesd",
+            "tofu",
+            "random",
+            "uniform",
+        )
+        for ratio in RATIOS
+    ),
+    "todo",
+    "pool",
+    *(f"lower-bound:ratio={ratio:g}" for ratio in RATIOS),
+)
+
+STUDIES = (
+    Study(("table1", "table8", "table9", "fig5"), "time and quality of every method at every ratio", _METHODS),
+    Study(("table10",), "the same on a diffusion transformer", _METHODS, model="tiny-flux"),
+    Study(
+        ("table2",),
         "methods of selection, in the whole image and in tiles",
         tuple(
             f"{selection} in {_regions(regions)}@toma:ratio=0.5,selection={selection},regions={regions},{_EVERY_STEP}"
@@ -49,14 +81,16 @@ STUDIES = {
             for selection in SELECTIONS
         ),
     ),
-    "table3": Study(
+    Study(
+        ("table3",),
         "kinds and sizes of the regions of selection",
         tuple(
             f"{_regions(regions)}@toma:ratio=0.5,regions={regions},{_EVERY_STEP}"
             for regions in ("whole", *(f"{kind}:{count}" for kind in ("tile", "stripe") for count in (4, 16, 64, 256)))
         ),
     ),
-    "table6": Study(
+    Study(
+        ("table6",),
         "unmerging by the transpose and by the pseudo-inverse, over the whole image and in tiles",
         tuple(
             f"{preset} {unmerge}@{preset}:ratio=0.5,unmerge={unmerge},{_EVERY_STEP}"
@@ -64,7 +98,8 @@ STUDIES = {
             for unmerge in UNMERGES
         ),
     ),
-    "table7": Study(
+    Study(
+        ("table7",),
         "how often destinations and weights are renewed",
         tuple(
             f"destinations {destinations} weights {weights}"
@@ -72,10 +107,12 @@ STUDIES = {
             for destinations, weights in _SCHEDULES
         ),
     ),
-}
+)
+NAMES = {name: study for study in STUDIES for name in study.names}
 
 
-def study(name: str) -> Study:
-    if name not in STUDIES:
-        raise TokenMergeError(f"{name!r} is not to be had; choose from {', '.join(STUDIES)}")
-    return STUDIES[name]
+def find_study(name: str) -> Study:
+    """The study that makes a table or figure."""
+    if name not in NAMES:
+        raise TokenMergeError(f"{name!r} is not to be had; choose from {', '.join(NAMES)}")
+    return NAMES[name]
