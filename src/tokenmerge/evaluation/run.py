@@ -22,7 +22,7 @@ import torch
 from .. import api
 from ..adapters import denoiser_of, family_of
 from ..adapters.loading import load_pipeline
-from ..compiling import compile
+from ..compiling import compile, uncompile
 from ..config import TokenMergeError
 from ..files import write_text
 from ..generate import Request, best_device, draw, picture_size, token_counts
@@ -157,8 +157,6 @@ class Evaluation:
         self._photographs = list_pictures(task.reference) if task.reference else []
         if len(self.samples) < 2 or len(self._photographs) == 1:
             self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
-        if task.compile:
-            compile(self._pipe)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -278,6 +276,11 @@ class Evaluation:
             api.apply(self._pipe, configuration.config)
         else:
             api.remove(self._pipe)
+        if self.task.compile:
+            # Code that was compiled for other token counts before would serve these too, and round differently.
+            uncompile(self._pipe)
+            torch.compiler.reset()
+            compile(self._pipe)
 
     def _draw(self, sample: Sample) -> Any:
         request = replace(self._request, prompt=sample.prompt)
