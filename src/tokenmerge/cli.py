@@ -134,13 +134,13 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_reproduce(commands: Any) -> None:
-    from .evaluation.studies import FULL, NAMES, QUICK, STUDIES
+    from .evaluation.studies import FULL, INQUIRIES, NAMES, QUICK, STUDIES
 
     parser = commands.add_parser(
         "reproduce",
         help="make a table or figure of the paper",
-        description="Evaluate the configurations of one of the paper's tables. "
-        + "; ".join(f"{', '.join(study.names)}: {study.about}" for study in STUDIES)
+        description="Make what one of the paper's tables or figures shows. "
+        + "; ".join(f"{', '.join(item.names)}: {item.about}" for item in (*STUDIES, *INQUIRIES))
         + f". By default {FULL.prompts} prompts x {len(FULL.seeds)} seeds, as the paper's ablations have.",
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
@@ -293,17 +293,38 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from .evaluation.studies import FULL, QUICK, find_study
+    from .evaluation.studies import FIGURE, FULL, QUICK, Inquiry, find_study
 
-    study = find_study(options.name)
-    scale = QUICK if options.quick else FULL
-    options.model = options.model or study.model
+    item = find_study(options.name)
+    scale = QUICK if options.quick else FIGURE if isinstance(item, Inquiry) else FULL
+    options.model = options.model or item.model
     defaults = {"number": scale.prompts, "seeds": scale.seeds, "repeats": scale.repeats, "steps": scale.steps}
-    defaults["out"] = f"reproduction/{study.folder}-{Path(options.model).name}"
+    defaults["out"] = f"reproduction/{item.folder}-{Path(options.model).name}"
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    _evaluate(options, configurations=study.configurations, tell_refused=True)
+    if isinstance(item, Inquiry):
+        _inquire(options, item)
+    else:
+        _evaluate(options, configurations=item.configurations, tell_refused=True)
+
+
+def _inquire(options: argparse.Namespace, inquiry: Any) -> None:
+    from .evaluation.inquiries import inquire
+    from .evaluation.prompts import read_prompts
+
+    for name in ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"):
+        if getattr(options, name):
+            raise TokenMergeError(f"--{name} is not for {options.name}, which compares no pictures; leave it out")
+    names = ("seeds", "steps", "guidance", "size", "repeats", "threads", "device", "dtype")
+    finding = inquire(
+        inquiry,
+        options.model,
+        read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number),
+        out=Path(options.out),
+        **{name: getattr(options, name) for name in names},
+    )
+    print(json.dumps(finding.records, indent=2) if options.json else finding)
 
 
 def _evaluate(options: argparse.Namespace, **task: Any) -> None:

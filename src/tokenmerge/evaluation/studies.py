@@ -22,9 +22,23 @@ class Scale:
     steps: int | None = None
 
 
-# The paper's ablations; and enough to see that everything runs.
+# The paper's ablations; what shows a figure; and enough to see that everything runs.
 FULL = Scale(prompts=50, seeds=(0, 1, 2), repeats=20)
+FIGURE = Scale(prompts=8, seeds=(0,), repeats=100)
 QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4)
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Tables and figures that need no pictures to be compared: `inquiries.py` makes them."""
+
+    names: tuple[str, ...]
+    about: str
+    model: str = "tiny-sdxl"
+
+    @property
+    def folder(self) -> str:
+        return "-".join(self.names)
 
 
 @dataclass(frozen=True)
@@ -108,11 +122,17 @@ STUDIES = (
         ),
     ),
 )
-NAMES = {name: study for study in STUDIES for name in study.names}
+INQUIRIES = (
+    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio"),
+    Inquiry(("table5",), "the same for 1024 tokens"),
+    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?"),
+    Inquiry(("fig4",), "destinations at every step against those of the first of their interval"),
+)
+NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIES) for name in item.names}
 
 
-def find_study(name: str) -> Study:
-    """The study that makes a table or figure."""
+def find_study(name: str) -> Study | Inquiry:
+    """What makes a table or figure."""
     if name not in NAMES:
         raise TokenMergeError(f"{name!r} is not to be had; choose from {', '.join(NAMES)}")
     return NAMES[name]
