@@ -26,12 +26,12 @@ from tokenmerge.config import Schedule
         (Schedule(destinations_every=50), 50, {"select": 1, "reweigh": 9, "reuse": 40}),
         (Schedule(weights_every=1), 20, {"select": 2, "reweigh": 18}),
         (Schedule(start=0.5), 20, {"full": 10, "select": 1, "reweigh": 1, "reuse": 8}),
+        (Schedule(anchor_every=3), 13, {"anchor, select": 2, "reuse": 8, "anchor, reuse": 2, "anchor, reweigh": 1}),
     ],
 )
 def test_phases_are_those_of_a_pipeline(schedule: Schedule, steps: int, counts: dict[str, int]) -> None:
     phases = bench.phases_of(schedule, steps)
     assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
-    pipe = tokenmerge.apply(tiny.build("sdxl"), ratio=0.5).unet
     config = tokenmerge.MergeConfig(schedule=schedule, levels=(4,))
     pipe = tokenmerge.apply(tiny.build("sdxl"), config)
     seen: list[str] = []

@@ -25,7 +25,7 @@ LAYERS = [
     ["adapters"],
     ["hooks"],
     ["state"],
-    ["watch", "tables", "pictures"],
+    ["watch", "tables", "pictures", "gaps"],
     ["methods"],
     ["mergemap", "clustermap"],
     ["ops"],

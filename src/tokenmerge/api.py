@@ -44,12 +44,14 @@ class Summary:
     plan: Plan | None
     groups: tuple[dict[str, Any], ...] = ()
     compiled: str = "not by tokenmerge.compile"
+    gap_bytes: int = 0  # of anchored merging
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "plan": self.plan.to_dict() if self.plan else None,
             "groups": list(self.groups),
             "compiled": self.compiled,
+            "gap_bytes": self.gap_bytes,
         }
 
     def __str__(self) -> str:
@@ -57,6 +59,8 @@ class Summary:
         if self.plan is None:
             return f"Merging is not applied.\n{compiled}"
         lines = [str(self.plan), compiled]
+        if self.gap_bytes:
+            lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             lines += ["", table(columns, [[str(group[column]) for column in columns] for group in self.groups])]
@@ -156,7 +160,7 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    return Summary(record.plan, tuple(groups), compiled_state(denoiser))
+    return Summary(record.plan, tuple(groups), compiled_state(denoiser), record.state.gap_bytes)
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,10 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         group, block, ports = groups[site.group], site.block, site.block.kind.ports
         if site.part is None:
             span = Span() if site.first else span
-            place = BlockSite(site.name, state, group, ports, span=span, first=site.first, last=site.last)
+            memory = state.add_memory(group, block.width, has_text=ports.outputs is not None)
+            place = BlockSite(
+                site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
+            )
             installation.add(place, block.module)
             continue
         if method.PER_BLOCK and block.name not in entered:

@@ -44,7 +44,7 @@ class Candidate:
             return ["full"] * steps
         phases = phases_of(self.config.schedule, steps)
         if self.config.method == "lower-bound":
-            return ["full" if phase == "full" else "reuse" for phase in phases]
+            return ["reuse" if phase in ("select", "reweigh") else phase for phase in phases]
         return phases
 
 
@@ -81,12 +81,17 @@ class Setting:
 def phases_of(schedule: Schedule, steps: int) -> list[str]:
     """The phase of every step of an image."""
     phases = []
-    selected = weighed = None
+    selected = weighed = anchored = None
     for step in range(steps):
-        phase = schedule.phase(step, selected, weighed) if schedule.merges(step / steps) else "full"
+        if not schedule.merges(step / steps):
+            phases.append("full")
+            continue
+        anchor = schedule.anchors(step, anchored)
+        phase = schedule.phase(step, selected, weighed, anchor=anchor)
+        anchored = step if anchor else anchored
         selected = step if phase == "select" else selected
-        weighed = step if phase in ("select", "reweigh") else weighed
-        phases.append(phase)
+        weighed = weighed if phase == "reuse" else step
+        phases.append(f"anchor, {phase}" if anchor else phase)
     return phases
 
 
@@ -192,7 +197,9 @@ def candidates_for(denoiser: nn.Module, presets: Sequence[str], ratios: Sequence
     for ratio in ratios:
         for preset in presets:
             config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio)
-            bound = config.replace(method="lower-bound", selection="facility-location", unmerge="transpose")
+            bound = config.replace(
+                method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0
+            )
             for label, each in ((f"lower-bound of {preset}", bound), (preset, config)):
                 found.append(Candidate(f"{label} {ratio:g}", each))
     return found

@@ -67,10 +67,18 @@ class ClusterMap:
         largest = lengths[0].scatter_reduce(1, places, lengths[1], "amax")
         return (F.normalize(mean.float(), dim=-1) * largest[..., None]).to(tokens.dtype)
 
-    def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
-        """[B, M, C] to [B, N, C]: every token gets what its cluster came to, plus the residual [B, N, C]; with
-        `entered` [B, M, C] the change since then alone."""
+    def unmerge(
+        self,
+        merged: Tensor,
+        residual: Tensor | None = None,
+        entered: Tensor | None = None,
+        gap: Tensor | None = None,
+    ) -> Tensor:
+        """[B, M, C] to [B, N, C]: every token gets what its cluster came to, plus the residual and the gap [B, N, C];
+        with `entered` [B, M, C] the change since then alone."""
         tokens = _rows(merged if entered is None else merged - entered, self.places)
+        if gap is not None:
+            tokens = tokens + gap
         return tokens if residual is None else residual + tokens
 
     def owners(self) -> Tensor:

@@ -18,7 +18,9 @@ METHODS = ("toma", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower
 BASELINES = ("tomesd", "tofu", "todo")
 SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
 SIMILARITIES = ("cosine", "dot")
+MERGES = ("mean", "pick")
 UNMERGES = ("transpose", "pinv")
+GAPS = ("hold", "linear")
 SITES = ("component", "block", "span")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
@@ -78,9 +80,16 @@ class Schedule:
     weights_every: int = 5
     start: float = 0.0
     stop: float = 1.0
+    # Every how many merging steps blocks also run unmerged, to remember what merging leaves out; 0 is never.
+    anchor_every: int = 0
 
     def __post_init__(self) -> None:
         _check_types(self)
+        if self.anchor_every < 0 or self.anchor_every == 1:
+            raise TokenMergeError(
+                f"anchor_every is {self.anchor_every}; it is 0 for no anchors, or from 2: at every step they would "
+                "cost more than merging saves"
+            )
         for name in ("destinations_every", "weights_every"):
             if getattr(self, name) < 1:
                 raise TokenMergeError(f"{name} is {getattr(self, name)}; refresh intervals are 1 step or more")
@@ -99,9 +108,15 @@ class Schedule:
         # A loop may take more steps than its schedule has; without an end to the window they merge like the others.
         return self.start <= position and (position < self.stop or self.stop == 1.0)
 
-    def phase(self, step: int, selected: int | None, weighed: int | None) -> str:
+    def anchors(self, step: int, anchored: int | None) -> bool:
+        """Whether the step is an anchor, given the last one of this image."""
+        return self.anchor_every > 0 and (anchored is None or step - anchored >= self.anchor_every)
+
+    def phase(self, step: int, selected: int | None, weighed: int | None, *, anchor: bool = False) -> str:
         """What is due at `step`, given the steps of the last selection and weighing of this image: select, reweigh or
-        reuse."""
+        reuse. With anchors maps change at those alone: the gap they remember is that of the map."""
+        if self.anchor_every and not anchor and selected is not None:
+            return "reuse"
         if selected is None or weighed is None or step - selected >= self.destinations_every:
             return "select"
         return "reweigh" if step - weighed >= self.weights_every else "reuse"
@@ -120,7 +135,11 @@ class MergeConfig:
     similarity: str = "cosine"
     # Small on purpose: near zero, merging is the mean of each destination's cluster.
     temperature: float = 0.001
+    # What a merged token is: the mean of those that merge into it, or its destination itself.
+    merge: str = "mean"
     unmerge: str = "transpose"
+    # Between anchors the gap of the last one is held, or extrapolated from the last two, linearly in the noise level.
+    gap: str = "hold"
     sites: str = "block"
     # The longest run of blocks that one span covers; 0 is as long as the model allows.
     span: int = 0
@@ -150,7 +169,9 @@ class MergeConfig:
             ("method", METHODS),
             ("selection", SELECTIONS),
             ("similarity", SIMILARITIES),
+            ("merge", MERGES),
             ("unmerge", UNMERGES),
+            ("gap", GAPS),
             ("sites", SITES),
             ("backend", BACKENDS),
         ):
@@ -169,6 +190,10 @@ class MergeConfig:
             raise TokenMergeError(f"span is {self.span}; it is a number of blocks, or 0 for as long as possible")
         if self.levels is not None and any(type(level) is not int or level < 1 for level in self.levels):
             raise TokenMergeError(f"levels is {self.levels}; levels are downsampling factors 1, 2, 4, ...")
+        if self.schedule.anchor_every and self.sites != "block":
+            raise TokenMergeError(
+                f"anchor_every needs sites='block', where a block can also run whole; not {self.sites!r}"
+            )
         for name in ("skip_first", "skip_last"):
             skip = getattr(self, name)
             if skip < 0 or (isinstance(skip, float) and not skip < 1.0):

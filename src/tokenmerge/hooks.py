@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import TokenMergeError
+from .gaps import Gap, GapMemory
 from .state import MergeGroup, MergeState, Slot, refresh
 
 # The arguments of a call.
@@ -61,6 +62,18 @@ class Ports:
 
     def outgoing(self, output: Any) -> list[Tensor]:
         return [output] if self.outputs is None else [output[place] for place in self.outputs if place < len(output)]
+
+    def text(self, output: Any) -> Tensor | None:
+        """What a block gives out beside its image tokens."""
+        if self.outputs is None:
+            return None
+        others = [value for place, value in enumerate(output) if place not in self.outputs]
+        return others[0] if others else None
+
+    def with_text(self, output: Any, text: Tensor) -> Any:
+        """The output with other text tokens."""
+        assert self.outputs is not None
+        return tuple(value if place in self.outputs else text for place, value in enumerate(output))
 
     def replaced(self, output: Any, tokens: list[Tensor]) -> Any:
         if self.outputs is None:
@@ -191,15 +204,38 @@ class Span:
 
 
 class BlockSite(Site):
-    """One block of a span of one or more. All run on merged tokens; of what leaves the last, the change is unmerged."""
+    """One block of a span of one or more. All run on merged tokens; of what leaves the last, the change is unmerged.
 
-    def __init__(self, *arguments: Any, span: Span, **options: Any) -> None:
+    With a memory, a block by itself also runs whole at anchors; between them it adds the gap that was seen there.
+    """
+
+    def __init__(self, *arguments: Any, span: Span, memory: GapMemory | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.span = span
+        self.memory = memory
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.idle:
             return self.original(*args, **kwargs)
+        gap = self.memory.current if self.memory is not None else None
+        if gap is None:
+            return self.run_merged(args, kwargs, None)
+        if self.state.mode == "anchor":
+            whole = self.original(*args, **kwargs)
+            self.remember(gap, whole, self.run_merged(args, kwargs, None))
+            return whole
+        output = self.run_merged(args, kwargs, gap.image_now())
+        text, missing = self.ports.text(output), gap.text_now()
+        return output if text is None or missing is None else self.ports.with_text(output, text + missing)
+
+    def remember(self, gap: Gap, whole: Any, merged: Any) -> None:
+        """Keep what the block gave out on all tokens beyond what it gave on merged ones."""
+        (image,), (merged_image,) = self.ports.outgoing(whole), self.ports.outgoing(merged)
+        text, merged_text = self.ports.text(whole), self.ports.text(merged)
+        gap.keep(image - merged_image, None if text is None or merged_text is None else text - merged_text)
+
+    def run_merged(self, args: tuple[Any, ...], kwargs: dict[str, Any], gap: Tensor | None) -> Any:
+        """The block on merged tokens, with the gap [B, N, C] added to what it changes."""
         entered = None
         if self.first:
             tokens = self.ports.tokens.read(args, kwargs)
@@ -224,7 +260,7 @@ class BlockSite(Site):
             )
         tokens, merged = entered
         (left,) = self.ports.outgoing(output)
-        return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged)])
+        return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged, gap=gap)])
 
 
 class _Placed:

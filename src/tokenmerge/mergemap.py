@@ -80,9 +80,16 @@ class MergeMap:
         """[B, N, C] to [B, M, C]: every merged token is a mean of the tokens of its region."""
         return self.ops.merge(tokens, self.order, self.merge_weights)
 
-    def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
-        """[B, M, C] to [B, N, C], plus the residual [B, N, C]; with `entered` [B, M, C] the change since then alone."""
-        return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual, entered)
+    def unmerge(
+        self,
+        merged: Tensor,
+        residual: Tensor | None = None,
+        entered: Tensor | None = None,
+        gap: Tensor | None = None,
+    ) -> Tensor:
+        """[B, M, C] to [B, N, C], plus the residual and the gap [B, N, C]; with `entered` [B, M, C] the change since
+        then alone."""
+        return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual, entered, gap)
 
     def owners(self) -> Tensor:
         """[N] row-major index of the destination that each token of the first sample gets most of its result from."""

@@ -269,6 +269,9 @@ def _planned_groups(
         saved = spent = 0.0
         if merged and layout.merged < layout.tokens:
             saved = sum(_saved(site, layout, width, keys_values=method.KEYS_VALUES) for site in merged)
+            if config.schedule.anchor_every:
+                # An anchor also runs blocks whole.
+                saved -= len(merged) * _work(tuple(_SHARES), layout.tokens, width) / config.schedule.anchor_every
             # A span has many blocks and merges once; a block has many components that merge, with one map.
             spent = method.spent(layout, width, settled, blocks=min(merges, merged_blocks), merges=merges)
         yield PlannedGroup(

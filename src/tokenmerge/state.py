@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .clustermap import ClusterMap
 from .config import MergeConfig, TokenMergeError
+from .gaps import GapMemory, GapSize
 from .grid import Partition, TokenGrid
 from .mergemap import MergeMap
 from .methods import Method, method_for
@@ -46,6 +47,11 @@ class DenoiserCall(NamedTuple):
     text_tokens: int = 0
     rotary_width: int = 0
 
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What the tensors of a call depend on."""
+        return self.batch, self.dtype, self.device, self.height, self.width, self.tokens, self.text_tokens
+
 
 def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:
     """Height and width of a level; each halves the one above it, rounding up."""
@@ -64,6 +70,7 @@ class Clock:
         self.call = -1
         self.total: int | None = None  # steps of the whole schedule
         self.begin = 0  # where in the schedule this image begins (img2img)
+        self.levels: list[float] = []  # of noise, by step of the schedule
         self._timestep: float | None = None
 
     @property
@@ -75,9 +82,15 @@ class Clock:
         """Share of the schedule that lies behind; 0 where its length is unknown."""
         return (self.begin + self.step) / self.total if self.total else 0.0
 
-    def start_image(self, total: int | None) -> None:
+    def level(self, step: int) -> float:
+        """The noise level of a step, or its number where levels are not known."""
+        place = self.begin + step
+        return self.levels[place] if place < len(self.levels) else float(step)
+
+    def start_image(self, total: int | None, levels: list[float] | None = None) -> None:
         self.image += 1
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
+        self.levels = levels or []
 
     def next_step(self) -> None:
         self.step += 1
@@ -180,7 +193,7 @@ class MergeGroup:
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
-    def enter(self, call: DenoiserCall) -> None:
+    def enter(self, call: DenoiserCall, *, anchor: bool) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         self.settle()
         height, width = grid_at_level(call, self.level)
@@ -199,7 +212,7 @@ class MergeGroup:
         with torch.no_grad():
             slot.history.bring_in(turn, [*slot.map.tensors, *slot.rotary])
         record = slot.history.record(turn, image)
-        phase = self._config.schedule.phase(step, record.selected, record.weighed)
+        phase = self._config.schedule.phase(step, record.selected, record.weighed, anchor=anchor)
         if self._method.PER_BLOCK:
             phase = "select"
         elif record.selected is not None and not self._method.REFRESHES:
@@ -310,7 +323,10 @@ class MergeState:
         self.config = config
         self.clock = Clock()
         self.groups: list[MergeGroup] = []
-        self.mode = "merged"
+        self.mode = "merged"  # or full, or anchor: merged and full both
+        self._memories: list[tuple[MergeGroup, GapMemory]] = []
+        self._anchors: dict[int, tuple[int, tuple[Any, ...], list[int]]] = {}  # image, size and last two, by turn
+        self._ahead: dict[int, Tensor] = {}
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
@@ -319,6 +335,56 @@ class MergeState:
 
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be copied or pickled while merging is applied; call remove first")
+
+    def add_memory(self, group: MergeGroup, width: int, *, has_text: bool) -> GapMemory | None:
+        """Where a block of a group remembers gaps, if there are anchors."""
+        if not self.config.schedule.anchor_every:
+            return None
+        memory = GapMemory(width, has_text)
+        self._memories.append((group, memory))
+        return memory
+
+    def _see_anchor(self, call: DenoiserCall) -> None:
+        """Make this call an anchor, if it is time for one in its turn of the step."""
+        image, step, turn = self.clock.now
+        if turn >= _MAX_CALLS:
+            # No gap is kept for so many calls, and anchors at every step would cost more than merging saves.
+            self.mode = "full"
+            return
+        for_image, for_size, steps = self._anchors.get(turn, (image, call.size, []))
+        known = steps if (for_image, for_size) == (image, call.size) else []
+        if self.config.schedule.anchors(step, known[-1] if known else None):
+            self.mode = "anchor"
+            known = [*known[-1:], step]
+        self._anchors[turn] = (image, call.size, known)
+
+    def _enter_memories(self, call: DenoiserCall) -> None:
+        """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
+        turn = self.clock.call
+        if not self._memories or self.mode == "full":
+            return
+        if turn not in self._ahead or self._ahead[turn].device != call.device:
+            with torch.inference_mode(False):
+                self._ahead[turn] = torch.zeros((), device=call.device)
+        ahead, linear = self._ahead[turn], self.config.gap == "linear"
+        if linear:
+            ahead.fill_(self._steps_ahead(self._anchors[turn][2]))
+        for group, memory in self._memories:
+            assert group.slot is not None
+            size = GapSize(call.batch, group.slot.map.token_count, call.text_tokens, call.dtype, call.device)
+            memory.enter(size, turn, ahead, linear=linear)
+
+    def _steps_ahead(self, anchors: list[int]) -> float:
+        """Distance of this step from the last anchor over that between the last two, in noise levels; 0 after one."""
+        if len(anchors) < 2:
+            return 0.0
+        before, last, now = (self.clock.level(step) for step in (*anchors[-2:], self.clock.step))
+        return (now - last) / (last - before) if last != before else 0.0
+
+    @property
+    def gap_bytes(self) -> int:
+        """Memory of all gaps."""
+        return sum(memory.nbytes for _, memory in self._memories)
 
     def add_group(
         self, name: str, level: int = 0, method: Method[Any] | None = None, *, shared: bool = False
@@ -343,6 +409,8 @@ class MergeState:
             self.clock.begin = self._begin(scheduler, call.timestep)
         self.clock.call += 1
         self._set_mode()
+        if self.mode == "merged" and self.config.schedule.anchor_every:
+            self._see_anchor(call)
         if self.clock.now[1:] == (0, 0):
             self.at_image_start()
         for group in self.groups:
@@ -355,7 +423,8 @@ class MergeState:
                 or sum(grid.count for grid in group.grids) != call.tokens
             ):
                 group.grids = grids_of_ids(call.ids)
-            group.enter(call)
+            group.enter(call, anchor=self.mode == "anchor")
+        self._enter_memories(call)
         if not any(group.slot and group.slot.merges for group in self.groups):
             raise TokenMergeError(
                 f"at this size ratio {self.config.ratio} removes no token in regions {self.config.regions!r}; "
@@ -364,16 +433,19 @@ class MergeState:
 
     @property
     def phase(self) -> str:
-        """What the call that was entered last does: full, reuse, reweigh or select."""
-        phases = [group.phase for group in self.groups]
-        return max(phases, key=("reuse", "reweigh", "select").index) if self.mode == "merged" else "full"
+        """What the last call to enter does: full, reuse, reweigh or select; the last three also at an anchor."""
+        if self.mode == "full":
+            return "full"
+        phase = max((group.phase for group in self.groups), key=("reuse", "reweigh", "select").index)
+        return f"anchor, {phase}" if self.mode == "anchor" else phase
 
     def kind(self) -> tuple[Any, ...] | None:
         """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""
         if self.mode == "full":
             return (self.mode,)
         kinds = tuple(group.kind() for group in self.groups)
-        return None if None in kinds else (self.mode, *kinds)
+        gaps = tuple(id(memory.current) for _, memory in self._memories)
+        return None if None in kinds else (self.mode, gaps, *kinds)
 
     def done(self) -> list[tuple[int, int]]:
         """What this call has renewed so far, by group."""
@@ -384,9 +456,9 @@ class MergeState:
         for group, each in zip(self.groups, done, strict=True):
             group.done = each
 
-    def keep_alive(self) -> list[Slot | None]:
+    def keep_alive(self) -> list[Any]:
         """What owns the tensors of this call."""
-        return [group.slot for group in self.groups]
+        return [*(group.slot for group in self.groups), *(memory.current for _, memory in self._memories)]
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
@@ -411,7 +483,10 @@ class MergeState:
 
     def timesteps_set(self, scheduler: Any) -> None:
         timesteps = getattr(scheduler, "timesteps", None)
-        self.clock.start_image(None if timesteps is None else len(timesteps))
+        sigmas = getattr(scheduler, "sigmas", None)
+        # Schedulers keep them on the CPU; reading them from elsewhere would wait for the device.
+        levels = sigmas.tolist() if isinstance(sigmas, Tensor) and sigmas.device.type == "cpu" else None
+        self.clock.start_image(None if timesteps is None else len(timesteps), levels)
         self._set_mode()
 
     def begin_set(self, scheduler: Any) -> None:

@@ -22,6 +22,7 @@ _JOINT = BlockKind(
 )
 
 _HIDDEN_STATES = Argument("hidden_states", 0)
+_TEXT = Argument("encoder_hidden_states", 1)
 _TIMESTEP = Argument("timestep", 3)
 # Of CLIP and T5 together, as the pipeline gives them.
 _TEXT_TOKENS = 77 + 256
@@ -39,7 +40,8 @@ def _read(transformer: SD3Transformer2DModel, args: tuple[Any, ...], kwargs: dic
     batch, _, height, width = latent.shape
     patch = transformer.config.patch_size
     timestep = as_tensor(_TIMESTEP.read(args, kwargs))
-    return DenoiserCall(batch, latent.dtype, latent.device, timestep, height // patch, width // patch)
+    text = _TEXT.read(args, kwargs).shape[1]
+    return DenoiserCall(batch, latent.dtype, latent.device, timestep, height // patch, width // patch, text_tokens=text)
 
 
 def _plan_call(transformer: SD3Transformer2DModel, height: int, width: int) -> DenoiserCall:

@@ -61,6 +61,8 @@ class Toma(LinearMethod):
         merge, unmerge = ops.weigh(
             tokens, partition.merge_order, grouped, similarity=config.similarity, temperature=config.temperature
         )
+        if config.merge == "pick":
+            merge = ops.pick_weights(tokens, partition.merge_order, grouped)
         if config.unmerge == "pinv":
             unmerge = ops.pinv_weights(merge, fallback=unmerge)
         return merge, unmerge

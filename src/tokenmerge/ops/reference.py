@@ -189,6 +189,12 @@ def pinv_weights(merge: Tensor, fallback: Tensor) -> Tensor:
     return torch.where(usable, rows, fallback.to(rows.dtype)).to(merge.dtype)
 
 
+def pick_weights(tokens: Tensor, order: Tensor | None, destinations: Tensor) -> Tensor:
+    """Merge weights [B, R, k, n] that take every destination [S, R, k] itself and nothing of other tokens [B, N, C]."""
+    places = _own_places(order, destinations, tokens.shape[1])
+    return places.to(tokens.dtype).expand(tokens.shape[0], -1, -1, -1)
+
+
 def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
     """[B, N, C] to [B, M, C], M = R k, by weights [B, R, k, n]."""
     return (weights.to(tokens.dtype) @ split_regions(tokens, order, weights.shape[1])).flatten(1, 2)
@@ -201,8 +207,9 @@ def unmerge(
     weights: Tensor,
     residual: Tensor | None = None,
     entered: Tensor | None = None,
+    gap: Tensor | None = None,
 ) -> Tensor:
-    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C].
+    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual and the gap, both [B, N, C].
 
     With `entered` [B, M, C], what merged tokens were before, only their change is unmerged. order: [N] token indices
     region by region, and inverse: [N] its inverse, or both None. They say the same; this file gathers by the one,
@@ -212,6 +219,8 @@ def unmerge(
         merged = merged - entered
     regions = weights.to(merged.dtype) @ merged.unflatten(1, (weights.shape[1], -1))
     tokens = join_regions(regions, inverse)
+    if gap is not None:
+        tokens = tokens + gap
     return tokens if residual is None else residual + tokens
 
 

@@ -1,0 +1,204 @@
+"""Anchored merging: whole at anchors, and between them the change that was missing there is added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tiny
+import tokenmerge
+from tokenmerge.adapters import denoiser_of, family_of
+
+KINDS = ["sdxl", "sd3", "flux"]
+ANCHORED: dict[str, Any] = {"ratio": 0.5, "skip_first": 0, "anchor_every": 3}
+
+
+class Loop:
+    """Drives a bare denoiser step by step, with inputs of its own choice."""
+
+    def __init__(self) -> None:
+        self.timesteps = list(range(20, 0, -1))
+        self.sigmas = torch.linspace(1, 0, 21)
+        self.begin_index = 0
+
+    def set_timesteps(self) -> None:
+        pass
+
+    def step(self) -> None:
+        pass
+
+
+def build(kind: str, **options: Any) -> tuple[nn.Module, Loop]:
+    denoiser, loop = denoiser_of(tiny.build(kind)), Loop()
+    if options:
+        tokenmerge.apply(denoiser, scheduler=loop, **{**ANCHORED, **options})
+    return denoiser, loop
+
+
+@torch.no_grad()
+def call(denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int = 16) -> Tensor:
+    arguments = family_of(denoiser).example(denoiser, 2, height, width)
+    name = "sample" if "sample" in arguments else "hidden_states"
+    arguments[name] = arguments[name] * scale
+    return denoiser(**arguments, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "option", [{}, {"gap": "linear"}, {"merge": "pick"}, {"method": "random"}, {"unmerge": "pinv"}]
+)
+def test_an_anchor_is_exact_and_its_gap_makes_the_same_input_exact(kind: str, option: dict[str, Any]) -> None:
+    plain, _ = build(kind)
+    expected = call(plain)
+    denoiser, loop = build(kind, **option, anchor_every=3)
+    loop.set_timesteps()
+    assert torch.equal(call(denoiser), expected)
+    for _ in range(2):
+        loop.step()
+        torch.testing.assert_close(call(denoiser), expected, rtol=1e-4, atol=1e-5)
+    # The next anchor, with another input, which the gap follows.
+    other = call(plain, 0.5)
+    loop.step()
+    assert torch.equal(call(denoiser, 0.5), other)
+    # Without anchors merging is far from exact, so that the above says something.
+    merged, _ = build(kind, **option, anchor_every=0)
+    assert (call(merged) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_call_of_a_step_has_gaps_of_its_own(kind: str) -> None:
+    plain, _ = build(kind)
+    scales = (1.0, 0.3, 2.0)
+    expected = [call(plain, scale) for scale in scales]
+    denoiser, loop = build(kind, anchor_every=5)
+    loop.set_timesteps()
+    for _ in range(3):
+        for scale, exact in zip(scales, expected, strict=True):
+            torch.testing.assert_close(call(denoiser, scale), exact, rtol=1e-4, atol=1e-5)
+        loop.step()
+
+
+def test_more_calls_than_gaps_are_kept_for_run_whole() -> None:
+    plain, _ = build("sdxl")
+    denoiser, loop = build("sdxl", anchor_every=3)
+    loop.set_timesteps()
+    for _ in range(2):
+        for number in range(6):
+            output = call(denoiser, 1 + number)
+            if number >= 4:
+                assert torch.equal(output, call(plain, 1 + number))
+        loop.step()
+
+
+def test_gaps_extrapolate_linearly_in_the_noise_level() -> None:
+    """A gap that grows linearly is met exactly; held, it is not."""
+    errors = {}
+    for gap in ("hold", "linear"):
+        denoiser, loop = build("sdxl", anchor_every=2, gap=gap, levels=(4,))
+        state = denoiser._tokenmerge.state
+        _, memory = state._memories[0]
+        loop.set_timesteps()
+        for step in range(4):
+            call(denoiser)
+            level = state.clock.level(step)
+            if step == 0:
+                memory.current.image.fill_(level)
+            if step == 2:
+                # As if the anchor had seen that the gap grew with the noise level.
+                memory.current.image.fill_(state.clock.level(0))
+                memory.current.keep(torch.full_like(memory.current.image, level), None)
+            if step == 3:
+                errors[gap] = (memory.current.image_now() - level).abs().max().item()
+            loop.step()
+    assert errors["linear"] < 1e-6
+    assert errors["hold"] > 1e-2
+
+
+def test_maps_change_at_anchors_alone() -> None:
+    pipe = tokenmerge.apply(
+        tiny.build("sdxl"), **{**ANCHORED, "anchor_every": 4}, weights_every=1, destinations_every=5
+    )
+    tiny.draw(pipe, steps=13)
+    # Anchors at 0, 4, 8 and 12: weights at each, destinations at 0 and 8.
+    for group in tokenmerge.summary(pipe).groups:
+        assert (group["selected"], group["weighed"]) == (2, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_anchors_bring_the_picture_back_and_leave_no_trace(kind: str) -> None:
+    pipe = tiny.build(kind)
+    original = tiny.draw(pipe, steps=9)
+    errors = []
+    for every in (0, 3):
+        merged = tiny.draw(tokenmerge.apply(pipe, **{**ANCHORED, "anchor_every": every}), steps=9)
+        errors.append((merged - original).abs().mean())
+        assert torch.equal(tiny.draw(pipe, steps=9), merged)
+    assert errors[1] < errors[0]
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, steps=9), original)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_sizes_and_batches(kind: str) -> None:
+    plain, _ = build(kind)
+    denoiser, loop = build(kind, anchor_every=3)
+    for height, width in ((16, 16), (16, 24), (16, 16)):
+        loop.set_timesteps()
+        for _ in range(2):
+            result = call(denoiser, height=height, width=width)
+            exact = call(plain, height=height, width=width)
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
+            loop.step()
+
+
+def test_the_memory_of_gaps_is_told_and_does_not_grow() -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), **ANCHORED)
+    assert tokenmerge.summary(pipe).gap_bytes == 0
+    tiny.draw(pipe, size=(64, 96))
+    tiny.draw(pipe)
+    counted = tokenmerge.summary(pipe).gap_bytes
+    # One fp32 gap of every merged block's tokens, for both samples of guidance in one call.
+    groups = {group.name: group for group in pipe.unet._tokenmerge.state.groups}
+    sites = pipe.unet._tokenmerge.plan.merged_sites
+    expected = sum(2 * groups[site.group].slot.map.token_count * site.block.width * 4 for site in sites)
+    assert counted == expected
+    tiny.draw(pipe)
+    assert tokenmerge.summary(pipe).gap_bytes == counted
+    assert "MiB of gaps" in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_graph_is_added_after_the_first_image(kind: str) -> None:
+    torch._dynamo.reset()
+    pipe = tokenmerge.apply(tiny.build(kind), **ANCHORED)
+    eager = tiny.draw(pipe, steps=8)
+    counter = CompileCounterWithBackend("aot_eager")
+    denoiser = denoiser_of(pipe)
+    for block in family_of(denoiser).blocks(denoiser):
+        block.module.compile(fullgraph=True, backend=counter)
+    compiled = tiny.draw(pipe, steps=8)
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-4)
+    first = counter.frame_count
+    assert torch.equal(tiny.draw(pipe, steps=8), compiled)
+    assert counter.frame_count == first
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"anchor_every": 1}, "from 2"),
+        ({"anchor_every": -3}, "0 for no anchors"),
+        ({"anchor_every": 3, "sites": "component"}, "sites='block'"),
+        ({"anchor_every": 3, "sites": "span"}, "sites='block'"),
+        ({"gap": "cubic"}, "hold, linear"),
+        ({"merge": "max"}, "mean, pick"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(tokenmerge.TokenMergeError, match=message):
+        tokenmerge.MergeConfig().replace(**options)
