@@ -83,7 +83,7 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
         assert min(Image.open(tmp_path / "figure.png").size) > 300
         assert {record["step"] for record in records} == {0, 1, 2, 3}
     else:
-        assert {record["ratio"] for record in records} == {0.25, 0.5, 0.75}
+        assert {record["preset"] for record in records} >= {"toma", "tomesd"}
         assert all(record[name] > 0 for record in records for name in ("select", "merge", "unmerge"))
 
 

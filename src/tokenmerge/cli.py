@@ -304,12 +304,12 @@ def _reproduce(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     if isinstance(item, Inquiry):
-        _inquire(options, item)
+        _inquire(options, item, scale.ratios)
     else:
         _evaluate(options, configurations=item.configurations, tell_refused=True)
 
 
-def _inquire(options: argparse.Namespace, inquiry: Any) -> None:
+def _inquire(options: argparse.Namespace, inquiry: Any, ratios: Sequence[float]) -> None:
     from .evaluation.inquiries import inquire
     from .evaluation.prompts import read_prompts
 
@@ -321,6 +321,7 @@ def _inquire(options: argparse.Namespace, inquiry: Any) -> None:
         inquiry,
         options.model,
         read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number),
+        ratios=ratios,
         out=Path(options.out),
         **{name: getattr(options, name) for name in names},
     )

@@ -14,7 +14,7 @@ from .locality import recolour
 from .maptimes import LAYERS, time_maps
 from .overlap import measure_overlap
 from .plots import check_plots
-from .studies import RATIOS, Inquiry
+from .studies import Inquiry
 
 # The variant of the paper whose selection is local, at its usual ratio.
 _OVERLAP_PRESET = "toma-tile"
@@ -30,6 +30,7 @@ def inquire(
     guidance: float | None,
     size: str | None,
     repeats: int,
+    ratios: Sequence[float],
     threads: int,
     device: str | None,
     dtype: str | None,
@@ -42,7 +43,7 @@ def inquire(
     if name in LAYERS:
         if repeats < 1:
             raise TokenMergeError(f"--repeats is {repeats}; {name} is about time and needs 1 or more")
-        return time_maps(name, RATIOS, repeats=repeats, device=device, dtype=dtype, out=out)
+        return time_maps(name, ratios, repeats=repeats, device=device, dtype=dtype, out=out)
     subject = load_subject(model, size=size, steps=steps, guidance=guidance, device=device, dtype=dtype)
     if name == "fig3":
         return recolour(subject, prompts, seeds, out)

@@ -8,8 +8,10 @@ from ..config import SELECTIONS, UNMERGES, TokenMergeError
 
 # The paper's ablations renew everything at every step, but for the one about that.
 _EVERY_STEP = "destinations_every=1,weights_every=1"
-RATIOS = (0.25, 0.5, 0.75)
 _SCHEDULES = ((1, 1), (5, 1), (5, 5), (10, 1), (10, 5), (10, 10), (50, 50))
+
+
+RATIOS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,13 @@ class Scale:
     seeds: tuple[int, ...]
     repeats: int
     steps: int | None = None
+    ratios: tuple[float, ...] = RATIOS
 
 
 # The paper's ablations; what shows a figure; and enough to see that everything runs.
 FULL = Scale(prompts=50, seeds=(0, 1, 2), repeats=20)
 FIGURE = Scale(prompts=8, seeds=(0,), repeats=100)
-QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4)
+QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4, ratios=(0.5,))
 
 
 @dataclass(frozen=True)
