@@ -40,6 +40,7 @@ CONFIGURATIONS = ("default:ratio=0.5", "toma-stripe:ratio=0.25")
 # Of the metrics of the report, those whose networks `judges` makes.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
 KILLS = 20
+WHERE = {"device": "a machine", "torch": "one"}
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
@@ -308,6 +309,20 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
         with pytest.raises(TokenMergeError, match=words):
             evaluate(task(networks, **changes), finished, resume=True)
     assert comparable(finished) == before
+
+
+def test_commits_are_all_kept_and_versions_must_be_the_same(
+    networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(networks, metrics=("mse",), repeats=0)
+    for commit, kept in (("aaa", "aaa"), ("bbb", "aaa, bbb"), ("aaa", "aaa, bbb")):
+        monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c})
+        results = evaluate(small, tmp_path, resume=True)
+        assert results is not None
+        assert results.settings["environment"]["commit"] == kept
+    monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device: {**WHERE, "torch": "another"})
+    with pytest.raises(TokenMergeError, match="begun with environment torch"):
+        evaluate(small, tmp_path, resume=True)
 
 
 def test_metrics_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ class Folder:
     def timing(self, configuration: Configuration) -> Path:
         return self.root / "timing" / f"{configuration.folder}.json"
 
-    def begin(self, settings: dict[str, Any], resume: bool) -> None:
-        """Keep what was asked for; or, to go on, see that it is what was asked for before."""
+    def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
         record = self.root / "run.json"
         before = read_json(record) if record.is_file() else None
         if before is not None and not resume:
@@ -79,10 +79,14 @@ class Folder:
         for left_over in self.root.rglob(f"*{PARTIAL}"):
             left_over.unlink()
         write_text(record, to_json(settings, indent=2))
+        return settings
 
 
 def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The settings of an evaluation that goes on: nothing may differ, but networks may come in addition."""
+    """The settings of an evaluation that goes on: nothing may differ, but networks may come in addition, and commits,
+    since not every one touches what pictures depend on; all are kept."""
+    commits = [item["environment"].pop("commit", None) for item in (before, now)]
+    told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -96,7 +100,7 @@ def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str
                 f"{root} was begun with {name} {_short(old)}, not {_short(new)}; "
                 "ask for the same, or give another --out"
             )
-    return now
+    return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
 
 
 def _short(value: Any) -> str:

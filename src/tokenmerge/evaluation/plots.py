@@ -18,6 +18,7 @@ from .table import conditions
 # that no pair of them comes twice.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
 _MARKERS = "osD^vPX"
+_LINES = ("-", "--", ":")
 # A longer legend would hide points, and goes beside the plot.
 _MOST_INSIDE = 5
 
@@ -33,7 +34,11 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     # In the order that they were asked for.
     series = {row.configuration.series: None for row in results.rows if row.configuration.merges}
     styles: dict[str, dict[str, Any]] = {
-        name: {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)]}
+        name: {
+            "color": _COLOURS[place % len(_COLOURS)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "linestyle": _LINES[place // len(_COLOURS) % len(_LINES)],
+        }
         for place, name in enumerate(series)
     }
     paths = []
@@ -76,6 +81,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
                     color=style["color"],
                 )
     _mark_baseline(axes, results, metric, timed)
+    axes.set_ylim(*_limits(results, metric))
     batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
     axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
     better = "higher" if metric.higher_is_better else "lower"
@@ -103,6 +109,15 @@ def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> 
             axes.plot(baseline.seconds, value.mean, marker="x", color="#777777", linestyle="none")
     elif timed:
         axes.axvline(baseline.seconds, label=f"{BASELINE} (unmerged)", **style)
+
+
+def _limits(results: Results, metric: Metric) -> tuple[float, float]:
+    """From the lowest mean to the highest and a bit more: intervals of few prompts would press all points together,
+    and may leave the plot."""
+    means = [row.estimates[metric.name].mean for row in results.rows if _point(row, metric)]
+    low, high = min(means), max(means)
+    margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - margin, high + margin
 
 
 def _point(row: Row, metric: Metric) -> bool:

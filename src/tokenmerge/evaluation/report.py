@@ -31,7 +31,7 @@ td small { color: var(--grey); }
 figure:first-child { position: sticky; left: 0; background: var(--paper); }
 .strip { display: flex; gap: .8rem; overflow-x: auto; padding-bottom: .6rem; }
 figure { margin: 0; flex: 0 0 auto; width: 16rem; } figure img { width: 100%; height: auto; display: block; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(28rem, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 36rem), 1fr)); gap: 1rem; }
 .plots img { width: 100%; background: #fff; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dt { color: var(--grey); }
 dd { margin: 0; }

@@ -87,7 +87,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
     try:
         evaluation = Evaluation(task, Folder(out), processes)
         if processes.is_main_process:
-            evaluation.folder.begin(evaluation.settings, resume)
+            settings = evaluation.folder.begin(evaluation.settings(), resume)
             for line in evaluation.choice.missing_lines():
                 print(f"tokenmerge: {line}", file=sys.stderr)
         processes.wait_for_everyone()
@@ -101,7 +101,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
         processes.wait_for_everyone()
         evaluation.measure_sets()
         processes.wait_for_everyone()
-        results = evaluation.results() if processes.is_main_process else None
+        results = evaluation.results(settings) if processes.is_main_process else None
         if results is not None:
             write_report(results, out)
         processes.wait_for_everyone()
@@ -158,7 +158,6 @@ class Evaluation:
         if len(self.samples) < 2 or len(self._photographs) == 1:
             self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
 
-    @property
     def settings(self) -> dict[str, Any]:
         """Everything that a figure of this evaluation depends on."""
         request = self._request
@@ -254,8 +253,8 @@ class Evaluation:
         known = read_json(path) if path.is_file() else {}
         return any(metric.name not in known for metric in self.choice.of_kind("set"))
 
-    def results(self) -> Results:
-        return gather(self.folder, self.settings, self.choice, self.configurations, self.samples)
+    def results(self, settings: dict[str, Any]) -> Results:
+        return gather(self.folder, settings, self.choice, self.configurations, self.samples)
 
     def _refusal(self, configuration: Configuration) -> str | None:
         """Why the model cannot be merged so at this size."""
