@@ -133,6 +133,9 @@ class Evaluation:
         if device is None and torch.cuda.is_available():
             device = f"cuda:{processes.local_process_index % torch.cuda.device_count()}"
         self._device = best_device(device)
+        if self._device.type == "cuda":
+            # Kernels run on the current device, wherever their tensors are.
+            torch.cuda.set_device(self._device)
         self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         # The first process fetches what is not here yet, the others find it.
         with processes.main_process_first():
