@@ -40,6 +40,20 @@ def test_phases_are_those_of_a_pipeline(schedule: Schedule, steps: int, counts: 
     assert seen == phases
 
 
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [
+        ("toma", {"select": 2, "reuse": 9, "reweigh": 1}),
+        ("lower-bound", {"reuse": 12}),
+        ("pool", {"select": 1, "reuse": 11}),
+        ("tomesd", {"select": 12}),
+    ],
+)
+def test_phases_follow_the_method(method: str, counts: dict[str, int]) -> None:
+    phases = bench.Candidate(method, tokenmerge.presets()[method]).phases(12)
+    assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
+
+
 @pytest.mark.parametrize("kind", ["sdxl", "sd", "sd3", "flux"])
 def test_examples_are_calls_a_denoiser_takes(kind: str) -> None:
     denoiser = denoiser_of(tiny.build(kind))

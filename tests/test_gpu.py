@@ -300,6 +300,17 @@ def test_graphs_notice_what_changes_under_them(build: object) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("gap", ["hold", "linear"])
+def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
+    loop = _Loop(build, torch.float16)
+    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler, anchor_every=2, gap=gap)
+    launched = loop.run()
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    assert all(torch.equal(loop.run(), launched) for _ in range(4))
+    assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
+
+
+@pytest.mark.parametrize("build", BUILDERS)
 def test_compiled_blocks_inside_of_graphs(build: object) -> None:
     torch._dynamo.reset()
     loop = _Loop(build, torch.float32)

@@ -119,7 +119,7 @@ def check_merge_and_unmerge(partition: Partition, tokens: Tensor, merge: Tensor,
     merged = kernels.merge(tokens, order, merge)
     exact = reference.merge(tokens.double(), order, merge.double())
     assert_lawful(merged, reference.merge(tokens, order, merge), exact)
-    for added in ((), (tokens,), (tokens, merged.flip(1))):
+    for added in ((), (tokens,), (tokens, merged.flip(1), tokens.flip(1))):
         exact = reference.unmerge(
             merged.double(), order, inverse, unmerge.double(), *(tensor.double() for tensor in added)
         )
@@ -218,7 +218,8 @@ def test_operators_are_well_formed() -> None:
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels._merge_operator, (tokens, order, merge), test_utils=checks)
     merged = kernels.merge(tokens, order, merge)
-    for added in ((None, None), (tokens.transpose(1, 2).contiguous().transpose(1, 2), merged.double())):
+    strided = tokens.transpose(1, 2).contiguous().transpose(1, 2)
+    for added in ((None, None, None), (strided, merged.double(), tokens)):
         torch.library.opcheck(kernels._unmerge_operator, (merged, order, inverse, unmerge, *added), test_utils=checks)
 
 
@@ -605,7 +606,7 @@ def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytes
         weights = torch.zeros(2, regions, count, size, dtype=dtype)
         kernels.merge(tokens, order, weights)
         merged = torch.zeros(2, regions * count, 192, dtype=dtype)
-        added = (tokens, merged) if bfloat else ()
+        added = (tokens, merged, tokens) if bfloat else ()
         kernels.unmerge(merged, order, order, weights.transpose(-1, -2), *added)
     kernels.select(torch.zeros(1, 4096, 64, dtype=dtype), None, 1, 1024)
     kernels.gather_rotary([torch.zeros(512, 128)] * 2, torch.zeros(64, dtype=torch.int64), [torch.zeros(96, 128)] * 2)

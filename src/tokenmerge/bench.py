@@ -26,6 +26,7 @@ from .adapters.loading import load_denoiser
 from .compiling import compile, uncompile
 from .config import MergeConfig, Schedule, TokenMergeError
 from .measure import Stopwatch, environment, timed
+from .methods import method_for
 from .tables import markdown
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
@@ -39,12 +40,20 @@ class Candidate:
     config: MergeConfig | None = None
 
     def phases(self, steps: int) -> list[str]:
-        """The phase of every step. The maps of the bound cost nothing by definition."""
+        """The phase of every step. Fixed maps are made once; those of the bound cost nothing by definition."""
         if self.config is None:
             return ["full"] * steps
         phases = phases_of(self.config.schedule, steps)
-        if self.config.method == "lower-bound":
-            return ["reuse" if phase in ("select", "reweigh") else phase for phase in phases]
+        method = method_for(self.config)
+        if method.PER_BLOCK:
+            return ["full" if phase == "full" else "select" for phase in phases]
+        if not method.REFRESHES:
+            first = phases.index("select")
+            free = self.config.method == "lower-bound"
+            return [
+                phase if phase == "full" or (step == first and not free) else "reuse"
+                for step, phase in enumerate(phases)
+            ]
         return phases
 
 

@@ -279,7 +279,7 @@ class Evaluation:
         else:
             api.remove(self._pipe)
         if self.task.compile:
-            # Code that was compiled for other token counts before would serve these too, and round differently.
+            # Code compiled for other token counts before, in this process, might serve these too and round differently.
             uncompile(self._pipe)
             torch.compiler.reset()
             compile(self._pipe)
