@@ -44,8 +44,8 @@ def tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=trained["vocab"], merges=merges, model_max_length=16)
 
 
-@pytest.fixture(scope="module")
-def saved_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_sdxl(folder: Path) -> Path:
+    """A tiny SDXL pipeline with text encoders."""
     words = tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(words),
@@ -65,9 +65,13 @@ def saved_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text_encoder=CLIPTextModel(config).eval(),
         text_encoder_2=CLIPTextModelWithProjection(config).eval(),
     )
-    folder = tmp_path_factory.mktemp("sdxl")
     pipe.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def saved_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sdxl(tmp_path_factory.mktemp("sdxl"))
 
 
 def test_the_python_blocks_run_one_after_the_other(saved_pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from data import FULL_SIZE, Crop, Photographs, cut, load_photographs, random_crop
 from diffusers import AutoencoderKL
 from optim import Average, Clock, Optimizers, load_weights, save_weights
-from perceptual import PerceptualDistance
+from perceptual import load as load_distance
 from torch import Tensor
+
+from tokenmerge.quality.perceptual import PerceptualDistance
 
 CONFIG = {
     "in_channels": 3,
@@ -185,7 +187,7 @@ def encode_views(
 def train(args: argparse.Namespace, vae: AutoencoderKL, photographs: Tensor, device: torch.device) -> None:
     """Train until the clock runs out; leaves the averaged weights in `vae`."""
     generator = torch.Generator().manual_seed(args.seed)
-    distance = PerceptualDistance.load(args.lpips).to(device) if args.lpips else None
+    distance = load_distance(args.lpips).to(device) if args.lpips else None
     vae.to(device, memory_format=torch.channels_last)
     optimizers = Optimizers(vae, args.lr, args.lr, ("encoder.conv_in", "decoder.conv_out"), decay=0.0)
     average = Average(vae, decay=0.998)

@@ -31,9 +31,10 @@ from PIL import Image
 from samples import generate, load_pipeline
 from torch import Tensor
 
+from tokenmerge.quality.distributions import frechet_distance
+from tokenmerge.quality.embeddings import Inception, Sscd
+
 SIZE = 256
-INCEPTION_SIZE = 299
-SSCD_SIZE = 288
 PARTS = ("psnr", "fid", "probe", "nearest")
 
 
@@ -53,44 +54,13 @@ def to_bytes(images: Tensor) -> Tensor:
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
-@torch.inference_mode()
-def inception_features(network: Callable[[Tensor], Tensor], images: Tensor, device: str, batch: int) -> np.ndarray:
-    """uint8 [n, 3, h, w] -> fp32 [n, 2048]."""
-    result = []
-    for part in images.split(batch):
-        values = F.interpolate(part.to(device).float(), (INCEPTION_SIZE, INCEPTION_SIZE), mode="bilinear")
-        result.append(network(values).float().cpu())
-    return torch.cat(result).numpy()
+def vectors(embed: Callable[[Tensor], Tensor], images: Tensor) -> np.ndarray:
+    """uint8 [n, 3, h, w] -> fp32 [n, d]."""
+    return torch.stack([embed(image.permute(1, 2, 0)) for image in images]).numpy()
 
 
-def sscd_embeddings(model: Path, images: Tensor, batch: int, threads: int) -> np.ndarray:
-    """uint8 [n, 3, h, w] -> unit-length fp32 [n, 512]."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    result = []
-    for part in images.split(batch):
-        resized = F.interpolate(part.float(), (SSCD_SIZE, SSCD_SIZE), mode="bilinear", antialias=True)
-        pixels = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-        embedding = session.run(None, {session.get_inputs()[0].name: pixels})[0]
-        result.append(embedding / np.linalg.norm(embedding, axis=1, keepdims=True))
-    return np.concatenate(result)
-
-
-def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of two sets of features [n, d].
-
-    The trace of the root is the sum of the roots of the eigenvalues of the symmetric C1^(1/2) C2 C1^(1/2).
-    """
-    one, two = torch.from_numpy(first).double(), torch.from_numpy(second).double()
-    cov_one, cov_two = torch.cov(one.T), torch.cov(two.T)
-    values, vectors = torch.linalg.eigh(cov_one)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    cross = torch.linalg.eigvalsh(root @ cov_two @ root).clamp(min=0).sqrt().sum()
-    shift = (one.mean(0) - two.mean(0)).square().sum()
-    return float(shift + cov_one.trace() + cov_two.trace() - 2 * cross)
+def distance(first: np.ndarray, second: np.ndarray) -> float:
+    return frechet_distance(torch.from_numpy(first), torch.from_numpy(second))
 
 
 def train_probe(features: Tensor, labels: Tensor, classes: int) -> Callable[[Tensor], Tensor]:
@@ -139,12 +109,12 @@ class Evaluation:
         # The flowers asked for are drawn as often as they are photographed, in a fixed order.
         order = torch.randperm(len(self.photographs.labels), generator=torch.Generator().manual_seed(0))
         self.asked = self.photographs.labels[order.repeat(args.count // len(order) + 1)[: args.count]]
-        self._network: Callable[[Tensor], Tensor] | None = None
+        self._inception: Inception | None = None
 
-    def network(self, images: Tensor) -> Tensor:
-        if self._network is None:
-            self._network = torch.jit.load(self.args.inception, map_location=self.args.device).eval()
-        return self._network(images)
+    def features(self, images: Tensor) -> np.ndarray:
+        """uint8 [n, 3, h, w] -> fp32 [n, 2048]."""
+        self._inception = self._inception or Inception(self.args.inception, torch.device(self.args.device))
+        return vectors(self._inception, images)
 
     def real(self) -> Tensor:
         """All photographs at 256 px, uint8."""
@@ -153,8 +123,8 @@ class Evaluation:
 
     def real_features(self) -> np.ndarray:
         return cached(
-            self.args.cache / "photographs.npy",
-            lambda: inception_features(self.network, self.real(), self.args.device, self.args.batch),
+            self.args.cache / "photographs_inception.npy",
+            lambda: self.features(self.real()),
         )
 
     @torch.inference_mode()
@@ -166,9 +136,9 @@ class Evaluation:
                 latents = vae.encode(cut(part.to(self.args.device), Crop(), SIZE)).latent_dist.mode()
                 parts.append(to_bytes(vae.decode(latents).sample).cpu())
             vae.to(self.pipe.dtype)
-            return inception_features(self.network, torch.cat(parts), self.args.device, self.args.batch)
+            return self.features(torch.cat(parts))
 
-        return cached(self.cache / "reconstructed.npy", compute)
+        return cached(self.cache / "reconstructed_inception.npy", compute)
 
     def generated(self) -> Tensor:
         """The generated images, uint8 [count, 3, 256, 256], kept in pieces of --piece images."""
@@ -196,8 +166,8 @@ class Evaluation:
 
     def generated_features(self) -> np.ndarray:
         return cached(
-            self.cache / "generated_features.npy",
-            lambda: inception_features(self.network, self.generated(), self.args.device, self.args.batch),
+            self.cache / "generated_inception.npy",
+            lambda: self.features(self.generated()),
         )
 
     def psnr(self) -> dict[str, float]:
@@ -210,8 +180,8 @@ class Evaluation:
     def fid(self) -> dict[str, float]:
         real = self.real_features()
         return {
-            "generated": round(frechet_distance(self.generated_features(), real), 3),
-            "reconstructed": round(frechet_distance(self.reconstructed_features(), real), 3),
+            "generated": round(distance(self.generated_features(), real), 3),
+            "reconstructed": round(distance(self.reconstructed_features(), real), 3),
             "images": self.args.count,
             "photographs": len(real),
         }
@@ -229,7 +199,7 @@ class Evaluation:
 
     def nearest(self) -> dict[str, dict[str, float]]:
         def embed(images: Callable[[], Tensor]) -> Callable[[], np.ndarray]:
-            return lambda: sscd_embeddings(self.args.sscd, images(), 16, self.args.workers)
+            return lambda: vectors(Sscd(self.args.sscd, self.args.workers), images())
 
         real = cached(self.args.cache / "photographs_sscd.npy", embed(self.real))
         count = self.args.probe_count

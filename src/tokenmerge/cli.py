@@ -7,12 +7,12 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any
 
 from . import __version__
-from .config import METHODS, MergeConfig, Schedule, TokenMergeError, presets
+from .config import METHODS, TokenMergeError, presets
+from .options import config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     make.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
     make.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
-    make.add_argument("--ratios", type=_parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
+    make.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
     make.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     make.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
     make.add_argument("--seed", type=int, default=0, metavar="N", help="of the first picture (default: %(default)s)")
@@ -82,12 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = "sdxl-random, flux-random, sd35-random"
     bench.add_argument("--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights")
-    bench.add_argument("--presets", type=_parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
-    bench.add_argument("--ratios", type=_parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
-    bench.add_argument("--sizes", type=_parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
-    bench.add_argument("--batches", type=_parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
+    bench.add_argument("--presets", type=parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
+    bench.add_argument("--ratios", type=parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
+    bench.add_argument("--sizes", type=parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
+    bench.add_argument("--batches", type=parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
     bench.add_argument(
-        "--modes", type=_parse_as(tuple[str, ...]), default=("eager",), help="eager,graph,compiled,compiled+graph"
+        "--modes", type=parse_as(tuple[str, ...]), default=("eager",), help="eager,graph,compiled,compiled+graph"
     )
     bench.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
     bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
@@ -102,10 +102,116 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(bench, without=("ratio", "preset"))
     bench.set_defaults(run=_bench)
 
+    _add_eval(commands)
+    _add_reproduce(commands)
+    _add_metrics(commands)
+
     listing = commands.add_parser("presets", help="list the named presets")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     listing.set_defaults(run=_presets)
     return parser
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="compare configurations by time and quality over many prompts and seeds",
+        description="Make pictures with every configuration, measure and time them, and report. Everything is kept as "
+        "it is made; --resume goes on after an interruption. `accelerate launch -m tokenmerge eval ...` splits the "
+        "work over processes, with the same results.",
+    )
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        default=["default"],
+        metavar="CONFIG",
+        help="a preset, file or 'default', with fields changed as in toma:ratio=0.5,regions=stripe:64; the unmerged "
+        "model 'none' is always compared (default: the model family's preset)",
+    )
+    parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
+    _add_evaluation_options(parser, model="tiny-flux", number="all", seeds="0", repeats="5", out="evaluation")
+    parser.set_defaults(run=_eval, model="tiny-flux", seeds=(0,), repeats=5, out="evaluation")
+
+
+def _add_reproduce(commands: Any) -> None:
+    from .evaluation.studies import FULL, INQUIRIES, NAMES, QUICK, STUDIES
+
+    parser = commands.add_parser(
+        "reproduce",
+        help="make a table or figure of the paper",
+        description="Make what one of the paper's tables or figures shows. "
+        + "; ".join(f"{', '.join(item.names)}: {item.about}" for item in (*STUDIES, *INQUIRIES))
+        + f". By default {FULL.prompts} prompts x {len(FULL.seeds)} seeds, as the paper's ablations have.",
+    )
+    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK.prompts} prompts, {QUICK.steps} steps: does everything run?"
+    )
+    _add_evaluation_options(
+        parser,
+        model="tiny-sdxl; for table10 tiny-flux",
+        number=f"{FULL.prompts}, quick {QUICK.prompts}",
+        seeds=f"{FULL.seeds}, quick {QUICK.seeds}",
+        repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
+        out="reproduction/NAME-MODEL",
+    )
+    parser.set_defaults(run=_reproduce)
+
+
+def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """defaults: what the help tells of options that have another default in every command."""
+    told = {name: f"(default: {default})" for name, default in defaults.items()}
+    parser.add_argument("--model", help=f"bundled name, folder or hub id {told['model']}")
+    _add_prompt_options(parser, default="flowers")
+    parser.add_argument("--number", type=int, metavar="N", help=f"the first N prompts {told['number']}")
+    parser.add_argument(
+        "--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"of every prompt {told['seeds']}"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
+    parser.add_argument("--size", metavar="WxH", help="pixels (default: the model's)")
+    parser.add_argument(
+        "--reference", metavar="FOLDER", help="photographs for FID and KID (default: unmerged pictures)"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"timed batches, or 0 {told['repeats']}")
+    parser.add_argument("--out", metavar="FOLDER", help=f"for all files {told['out']}")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
+    )
+    _add_metric_options(parser)
+
+
+def _add_metrics(commands: Any) -> None:
+    parser = commands.add_parser(
+        "metrics",
+        help="compare two folders of pictures",
+        description="Measure the pictures of a folder against those of another, paired by file name.",
+    )
+    parser.add_argument("reference", help="folder of pictures")
+    parser.add_argument("test", help="folder of pictures with the same names")
+    _add_prompt_options(parser)
+    _add_metric_options(parser)
+    parser.set_defaults(run=_metrics)
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: %(default)s)")
+    parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
+    parser.add_argument("--template", metavar="TEXT", help="what a prompt is put into, as in 'a photo of a {}'")
+
+
+def _add_metric_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--metrics", type=parse_as(tuple[str, ...]), metavar="A,B,...", help="(default: all there are)")
+    parser.add_argument("--networks", metavar="FOLDER", help="that holds networks which judge pictures")
+    parser.add_argument("--clip", metavar="NAME", help="folder or hub id of a CLIP model")
+    parser.add_argument("--dino", metavar="NAME", help="folder or hub id of a DINO model")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -155,8 +261,6 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from . import bench
     from .generate import best_device, parse_size
 
@@ -184,6 +288,91 @@ def _bench(options: argparse.Namespace) -> None:
     print(json.dumps(records, indent=2) if options.json else bench.report(records))
 
 
+def _eval(options: argparse.Namespace) -> None:
+    _evaluate(options, configurations=options.configs, ratios=options.ratios)
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    from .evaluation.studies import FIGURE, FULL, QUICK, Inquiry, find_study
+
+    item = find_study(options.name)
+    scale = QUICK if options.quick else FIGURE if isinstance(item, Inquiry) else FULL
+    options.model = options.model or item.model
+    defaults = {"number": scale.prompts, "seeds": scale.seeds, "repeats": scale.repeats, "steps": scale.steps}
+    defaults["out"] = f"reproduction/{item.folder}-{Path(options.model).name}"
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if isinstance(item, Inquiry):
+        _inquire(options, item, scale.ratios)
+    else:
+        _evaluate(options, configurations=item.configurations, tell_refused=True)
+
+
+def _inquire(options: argparse.Namespace, inquiry: Any, ratios: Sequence[float]) -> None:
+    from .evaluation.inquiries import inquire
+    from .evaluation.prompts import read_prompts
+
+    for name in ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"):
+        if getattr(options, name):
+            raise TokenMergeError(f"--{name} is not for {options.name}, which compares no pictures; leave it out")
+    names = ("seeds", "steps", "guidance", "size", "repeats", "threads", "device", "dtype")
+    finding = inquire(
+        inquiry,
+        options.model,
+        read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number),
+        ratios=ratios,
+        out=Path(options.out),
+        **{name: getattr(options, name) for name in names},
+    )
+    print(json.dumps(finding.records, indent=2) if options.json else finding)
+
+
+def _evaluate(options: argparse.Namespace, **task: Any) -> None:
+    from .evaluation.prompts import read_prompts
+    from .evaluation.run import Task, evaluate
+    from .evaluation.table import plain
+
+    names = ("model", "seeds", "steps", "guidance", "size", "metrics", "batch", "repeats", "threads", "device", "dtype")
+    given = {name: getattr(options, name) for name in (*names, "compile")}
+    asked = Task(
+        prompts=read_prompts(options.prompts, column=options.column, template=options.template, limit=options.number),
+        sources=_sources(options),
+        reference=Path(options.reference) if options.reference else None,
+        **given,
+        **task,
+    )
+    results = evaluate(asked, Path(options.out), resume=options.resume)
+    if results is not None:
+        print(json.dumps(results.to_dict(), indent=2) if options.json else plain(results))
+
+
+def _metrics(options: argparse.Namespace) -> None:
+    from .evaluation.pairs import compare_folders
+    from .evaluation.prompts import read_prompts
+
+    prompts = None
+    if options.prompts is not None:
+        prompts = read_prompts(options.prompts, column=options.column, template=options.template)
+    comparison = compare_folders(
+        Path(options.reference),
+        Path(options.test),
+        metrics=options.metrics,
+        sources=_sources(options),
+        prompts=prompts,
+        device=options.device,
+        threads=options.threads,
+    )
+    print(json.dumps(comparison.to_dict(), indent=2) if options.json else comparison)
+
+
+def _sources(options: argparse.Namespace) -> Any:
+    from .quality.networks import Sources
+
+    given = {name: getattr(options, name) for name in ("clip", "dino") if getattr(options, name) is not None}
+    return Sources(folder=Path(options.networks) if options.networks else None, **given)
+
+
 def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({name: config.to_dict() for name, config in presets().items()}, indent=2))
@@ -195,49 +384,20 @@ def _presets(options: argparse.Namespace) -> None:
     print(table(header, rows))
 
 
-def _config_fields() -> dict[str, Any]:
-    """Every field of MergeConfig and Schedule with its type hint: the command line has them all."""
-    hints = {**get_type_hints(MergeConfig), **get_type_hints(Schedule)}
-    return {
-        item.name: hints[item.name] for item in (*fields(MergeConfig), *fields(Schedule)) if item.name != "schedule"
-    }
-
-
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
     if "preset" not in without:
         group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
-    for name, hint in _config_fields().items():
+    for name, hint in config_fields().items():
         if name not in without:
             known = "one of " + ", ".join(METHODS) if name == "method" else None
-            group.add_argument(f"--{name.replace('_', '-')}", type=_parse_as(hint), metavar=_metavar(hint), help=known)
+            group.add_argument(f"--{name.replace('_', '-')}", type=parse_as(hint), metavar=_metavar(hint), help=known)
 
 
 def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that were given."""
-    names = [name for name in _config_fields() if name not in without]
+    names = [name for name in config_fields() if name not in without]
     return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def _parse_as(hint: Any) -> Any:
-    """A parser of command-line text for a field's type: numbers as numbers, tuples by commas."""
-    choices = [
-        choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if choice is not type(None)
-    ]
-    if get_origin(choices[0]) is tuple:
-        item = get_args(choices[0])[0]
-
-        def parse(text: str) -> tuple[Any, ...]:
-            return tuple(item(part) for part in text.split(","))
-
-        return parse
-    if choices == [int, float]:
-        return _number
-    return choices[0]
-
-
-def _number(text: str) -> int | float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def _metavar(hint: Any) -> str:

@@ -68,8 +68,8 @@ class Request:
     guidance: float | None = None
     defaults: CallDefaults = field(default_factory=CallDefaults)
 
-    def arguments(self, pipe: Any, seed: int, steps: int) -> dict[str, Any]:
-        """The call of the pipeline."""
+    def arguments(self, pipe: Any, seeds: Sequence[int], steps: int) -> dict[str, Any]:
+        """The call of the pipeline for a batch of pictures, one for each of `seeds`."""
         accepted = inspect.signature(pipe.__call__).parameters
         guidance = {} if self.guidance is None else {self.defaults.guidance_argument: self.guidance}
         arguments = {**self.defaults.call, **guidance}
@@ -82,7 +82,8 @@ class Request:
             "width": self.width,
             "height": self.height,
             # On the CPU, so that a seed means the same noise on every machine.
-            "generator": torch.Generator().manual_seed(seed),
+            "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
+            "num_images_per_prompt": len(seeds),
             **arguments,
         }
 
@@ -122,7 +123,7 @@ def make_picture(
     compile_blocks: bool = False,
 ) -> Result:
     """Load a model, make the pictures, write the comparison."""
-    path = Path(out) if out else Path(f"{_slug(prompt)}-{seed}.png")
+    path = Path(out) if out else Path(f"{slug(prompt)}-{seed}.png")
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
@@ -137,7 +138,7 @@ def make_picture(
         variants.append(Variant(f"{config.method} {config.ratio:g}", config))
     if compile_blocks:
         compile(pipe)
-    width, height = _size(size, defaults, pipe)
+    width, height = picture_size(size, defaults, pipe)
     seeds = tuple(range(seed, seed + number))
     request = Request(prompt, steps or defaults.steps, width, height, seeds, guidance, defaults)
     # The untimed run loads kernels and fills caches; compiled code must also see every phase of the schedule twice.
@@ -147,7 +148,7 @@ def make_picture(
     return Result(rows, path, environment(place))
 
 
-def _slug(prompt: str) -> str:
+def slug(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
 
 
@@ -171,7 +172,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
+def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[int, int]:
     """Width and height: as asked, or the model's own."""
     if text is None:
         latent = getattr(pipe, "default_sample_size", None) or denoiser_of(pipe).config["sample_size"]  # type: ignore[index]
@@ -197,11 +198,13 @@ def generate(
             api.remove(pipe)
         else:
             api.apply(pipe, variant.config)
-        _draw(pipe, request, request.seeds[0], min(warm_up_steps, request.steps), device, "warm-up")
+        pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
+        draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
+        pipe.set_progress_bar_config(desc=f"{variant.label:>12}", leave=False)
         column = []
         for place, seed in enumerate(request.seeds):
-            picture, seconds = _draw(pipe, request, seed, request.steps, device, variant.label)
-            shot = Shot(variant, seed, picture, seconds, _tokens(pipe))
+            (picture,), seconds = draw(pipe, request, (seed,), request.steps, device)
+            shot = Shot(variant, seed, picture, seconds, token_counts(pipe))
             if variant.config is not None:
                 first = columns[0][place]
                 drift = compare(to_tensor(first.picture), to_tensor(picture))
@@ -253,11 +256,11 @@ def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
     return strip(panels, heading=prompt)
 
 
-def _draw(
-    pipe: Any, request: Request, seed: int, steps: int, device: torch.device, label: str
-) -> tuple[Image.Image, float]:
-    pipe.set_progress_bar_config(desc=f"{label:>12}", leave=False)
-    arguments = request.arguments(pipe, seed, steps)
+def draw(
+    pipe: Any, request: Request, seeds: Sequence[int], steps: int, device: torch.device
+) -> tuple[list[Image.Image], float]:
+    """A batch of pictures, one for each seed, and the seconds it took."""
+    arguments = request.arguments(pipe, seeds, steps)
     try:
         result, seconds = timed(lambda: pipe(**arguments), device)
     except TokenMergeError:
@@ -267,12 +270,12 @@ def _draw(
         raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
     except torch.OutOfMemoryError as error:
         raise TokenMergeError(
-            f"{device} has too little memory for {request.width}x{request.height}; use a smaller --size"
+            f"{device} has too little memory for {len(seeds)} x {request.width}x{request.height}; use a smaller --size"
         ) from error
-    return result.images[0], seconds
+    return result.images, seconds
 
 
-def _tokens(pipe: Any) -> str:
+def token_counts(pipe: Any) -> str:
     return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
 
 

@@ -26,6 +26,17 @@ def timed(function: Callable[[], Result], device: torch.device) -> tuple[Result,
     return result, time.perf_counter() - start
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin `peak_memory` anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes of the device's memory in use at once since `forget_peak_memory`; None where it cannot be known."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 class Stopwatch:
     """Times calls that follow each other without waiting for the device in between, as a denoising loop makes them."""
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from .config import TokenMergeError
+from .files import write_file
 from .grid import TokenGrid
 
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 28), (110, 110, 118)
@@ -111,15 +111,8 @@ def overlay_map(picture: Image.Image, grid: TokenGrid, owners: Tensor, regions: 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a picture whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(partial, format=Image.registered_extensions().get(path.suffix.lower(), "PNG"))
-        partial.replace(path)
-    except OSError as error:
-        if partial.is_file():
-            partial.unlink()
-        raise TokenMergeError(f"{path} cannot be written ({error.strerror or error}); give another --out") from error
+    kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
+    write_file(path, lambda file: picture.save(file, format=kind))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

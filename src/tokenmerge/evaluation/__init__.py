@@ -1,0 +1,1 @@
+"""Compare configurations of merging by time and quality, on many prompts and seeds."""

@@ -1,0 +1,161 @@
+"""What an evaluation keeps, and where. Every file is there whole or not at all, so what is there is done.
+
+run.json                      what was asked for; going on with something else is refused
+images/CONFIG/SAMPLE.png      pictures
+values/CONFIG/SAMPLE.json     metrics of one picture
+features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
+reference/NAME.npy            the same of the photographs given with --reference
+sets/CONFIG.json              metrics of sets
+timing/CONFIG.json            seconds and memory
+metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..config import TokenMergeError
+from ..files import PARTIAL, write_file, write_text
+from ..generate import slug
+from ..pictures import to_tensor
+from .configurations import Configuration
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture of every configuration: a prompt, by its place in the list, and a seed."""
+
+    place: int
+    prompt: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.place:04d}-{self.seed}-{slug(self.prompt)[:40]}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Paths of an evaluation."""
+
+    root: Path
+
+    def image(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "images" / configuration.folder / f"{sample.name}.png"
+
+    def values(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "values" / configuration.folder / f"{sample.name}.json"
+
+    def features(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "features" / configuration.folder / f"{sample.name}.npy"
+
+    def reference(self, picture: Path) -> Path:
+        return self.root / "reference" / f"{picture.name}.npy"
+
+    def sets(self, configuration: Configuration) -> Path:
+        return self.root / "sets" / f"{configuration.folder}.json"
+
+    def timing(self, configuration: Configuration) -> Path:
+        return self.root / "timing" / f"{configuration.folder}.json"
+
+    def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
+        record = self.root / "run.json"
+        before = read_json(record) if record.is_file() else None
+        if before is not None and not resume:
+            raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
+        if before is not None:
+            settings = _joined(before, settings, self.root)
+        for left_over in self.root.rglob(f"*{PARTIAL}"):
+            left_over.unlink()
+        write_text(record, to_json(settings, indent=2))
+        return settings
+
+
+def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The settings of an evaluation that goes on: nothing may differ, but networks may come in addition, and commits,
+    since not every one touches what pictures depend on; all are kept."""
+    commits = [item["environment"].pop("commit", None) for item in (before, now)]
+    told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            differing = [key for key in old if old[key] != new.get(key)]
+            differing += [key for key in new if key not in old] if name != "networks" else []
+            if not differing:
+                continue
+            name, old, new = f"{name} {differing[0]}", old.get(differing[0]), new.get(differing[0])
+        if old != new:
+            raise TokenMergeError(
+                f"{root} was begun with {name} {_short(old)}, not {_short(new)}; "
+                "ask for the same, or give another --out"
+            )
+    return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return content
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: infinities, which it has no numbers for, as text."""
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same with infinities as texts."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_features(path: Path, features: Tensor) -> None:
+    """fp32 [d]."""
+    buffer = io.BytesIO()
+    np.save(buffer, features.numpy())
+    write_file(path, lambda file: file.write(buffer.getbuffer()))
+
+
+def read_features(paths: list[Path]) -> Tensor:
+    """[n, d]."""
+    rows = []
+    for path in paths:
+        try:
+            rows.append(torch.from_numpy(np.load(path)))
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+    return torch.stack(rows)
+
+
+def read_picture(path: Path) -> Tensor:
+    """uint8 [H, W, 3]."""
+    try:
+        with Image.open(path) as picture:
+            return to_tensor(picture)
+    except OSError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> TokenMergeError:
+    return TokenMergeError(f"{path} cannot be read ({error}); delete it, and go on with --resume")

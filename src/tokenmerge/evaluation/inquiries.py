@@ -1,0 +1,50 @@
+"""Tables and figures of the paper that look inside of a model instead of at its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..config import TokenMergeError, load_preset
+from .finding import Finding
+from .hidden import load_subject
+from .locality import recolour
+from .maptimes import LAYERS, time_maps
+from .overlap import measure_overlap
+from .plots import check_plots
+from .studies import Inquiry
+
+# The variant of the paper whose selection is local, at its usual ratio.
+_OVERLAP_PRESET = "toma-tile"
+
+
+def inquire(
+    inquiry: Inquiry,
+    model: str,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    steps: int | None,
+    guidance: float | None,
+    size: str | None,
+    repeats: int,
+    ratios: Sequence[float],
+    threads: int,
+    device: str | None,
+    dtype: str | None,
+    out: Path,
+) -> Finding:
+    """Make what `inquiry` is about, in the folder `out`."""
+    check_plots()
+    torch.set_num_threads(threads)
+    name = inquiry.names[0]
+    if name in LAYERS:
+        if repeats < 1:
+            raise TokenMergeError(f"--repeats is {repeats}; {name} is about time and needs 1 or more")
+        return time_maps(name, ratios, repeats=repeats, device=device, dtype=dtype, out=out)
+    subject = load_subject(model, size=size, steps=steps, guidance=guidance, device=device, dtype=dtype)
+    if name == "fig3":
+        return recolour(subject, prompts, seeds, out)
+    return measure_overlap(subject, load_preset(_OVERLAP_PRESET), prompts, seeds, out)

@@ -1,0 +1,86 @@
+"""How long maps take to make, to merge with and to unmerge with, by method and ratio (tables 4 and 5)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..config import MergeConfig, load_preset
+from ..files import write_text
+from ..generate import best_device
+from ..grid import TokenGrid
+from ..measure import Stopwatch, environment
+from ..methods import method_for
+from ..ops import backend_for
+from ..tables import markdown
+from .finding import Finding
+from .folder import to_json
+
+# Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
+LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}
+_PRESETS = ("toma", "toma-stripe", "toma-tile", "tomesd")
+_BATCH = 2
+_WARM_UPS = 3
+
+
+def time_maps(
+    name: str, ratios: Sequence[float], *, repeats: int, device: str | None, dtype: str | None, out: Path
+) -> Finding:
+    """Median milliseconds of every operation, on random tokens."""
+    place = best_device(device)
+    grid, width = LAYERS[name]
+    kind = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    tokens = torch.randn(_BATCH, grid.count, width, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(place, getattr(torch, kind))
+    records: list[dict[str, object]] = []
+    for preset in _PRESETS:
+        for ratio in ratios:
+            times = _time(load_preset(preset).replace(ratio=ratio), grid, tokens, repeats)
+            record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": _BATCH}
+            records.append({**record, "dtype": kind, **times, "environment": environment(place)})
+    write_text(out / "values.jsonl", "".join(map(to_json, records)))
+    operations = ("select", "reweigh", "merge", "unmerge")
+    header = ["preset", "ratio", *(f"{operation}, ms" for operation in operations)]
+    rows = [
+        [str(record["preset"]), f"{record['ratio']:g}", *(f"{record[operation]:.4g}" for operation in operations)]
+        for record in records
+    ]
+    where = environment(place)["device"]
+    text = f"{markdown(header, rows)}\n\n{_BATCH} x {grid} tokens of width {width}, {kind}, on {where}"
+    write_text(out / "table.md", f"{text}\n")
+    return Finding(text, records, out / "table.md")
+
+
+def _time(config: MergeConfig, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+    method = method_for(config)
+    config = method.settle(config)
+    partition = method.partition((grid,), config).to(tokens.device)
+    ops, _ = backend_for(config.backend, tokens.device)
+    merge_map = method.empty_map(
+        partition.layout, ops, config, len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def renew(phase: str) -> None:
+        method.renew(merge_map, phase, tokens, partition, config, generator, shared=False)
+
+    renew("select")
+    merged = merge_map.merge(tokens)
+    work = {
+        "select": lambda: renew("select"),
+        "reweigh": lambda: renew("reweigh"),
+        "merge": lambda: merge_map.merge(tokens),
+        "unmerge": lambda: merge_map.unmerge(merged),
+    }
+    times = {}
+    for operation, function in work.items():
+        for _ in range(min(_WARM_UPS, repeats)):
+            function()
+        watch = Stopwatch(tokens.device)
+        for _ in range(repeats):
+            watch.lap(function)
+        times[operation] = statistics.median(watch.milliseconds())
+    return times

@@ -1,0 +1,125 @@
+"""Quality against time: a line for each way of merging, a point for each of its ratios (the paper's Figure 5)."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..config import TokenMergeError
+from ..files import write_file
+from ..quality.metrics import Metric
+from .configurations import BASELINE
+from .results import Results, Row
+from .table import conditions
+
+# Told apart by people who see colours differently (Okabe and Ito), and by their markers in print. Eight and seven, so
+# that no pair of them comes twice.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
+_MARKERS = "osD^vPX"
+_LINES = ("-", "--", ":")
+# A longer legend would hide points, and goes beside the plot.
+_MOST_INSIDE = 5
+
+
+def check_plots() -> None:
+    """Refuse before hours of work what would fail after them."""
+    if find_spec("matplotlib") is None:
+        raise TokenMergeError("eval needs matplotlib for its plots: pip install tokenmerge[eval]")
+
+
+def write_plots(results: Results, folder: Path) -> list[Path]:
+    """One plot for each metric that some merged configuration has a figure of."""
+    # In the order that they were asked for.
+    series = {row.configuration.series: None for row in results.rows if row.configuration.merges}
+    styles: dict[str, dict[str, Any]] = {
+        name: {
+            "color": _COLOURS[place % len(_COLOURS)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "linestyle": _LINES[place // len(_COLOURS) % len(_LINES)],
+        }
+        for place, name in enumerate(series)
+    }
+    paths = []
+    for metric in results.metrics:
+        if any(_point(row, metric) and row.configuration.merges for row in results.rows):
+            path = folder / f"{metric.name}.png"
+            _write_plot(results, metric, styles, path)
+            paths.append(path)
+    return paths
+
+
+def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    crowded = len(styles) > _MOST_INSIDE
+    drawn = Figure(figsize=(8.6 if crowded else 6.4, 4.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    timed = all(row.seconds for row in results.rows)
+    ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
+    several = len(ratios) > 1
+    for name, style in styles.items():
+        rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
+        rows.sort(key=lambda row: row.configuration.config.ratio)
+        if not rows:
+            continue
+        across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
+        up = [row.estimates[metric.name].mean for row in rows]
+        spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
+        axes.errorbar(across, up, yerr=spread, label=name, capsize=3, elinewidth=0.8, markersize=6, **style)
+        for row, x, y in zip(rows, across, up, strict=True):
+            if timed and several:
+                axes.annotate(
+                    f"{row.configuration.config.ratio:g}",
+                    (x, y),
+                    textcoords="offset points",
+                    xytext=(6, 5),
+                    fontsize=8,
+                    color=style["color"],
+                )
+    _mark_baseline(axes, results, metric, timed)
+    axes.set_ylim(*_limits(results, metric))
+    batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
+    axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
+    better = "higher" if metric.higher_is_better else "lower"
+    axes.set_ylabel(f"{metric.title}, {better} is better")
+    told = f"ratio {min(ratios):g} of tokens removed"
+    if several:
+        told = "numbers are ratios of tokens removed" if timed else "by ratio"
+    drawn.suptitle(f"{metric.title}: {metric.meaning}; {told}", fontsize=10, x=0.01, ha="left")
+    axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
+    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+
+
+def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:
+    """The unmerged model: a point where it has a figure, else a line at its time."""
+    baseline = results.rows[0]
+    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
+    if (value := baseline.estimates.get(metric.name)) is not None:
+        axes.axhline(value.mean, label=f"{BASELINE} (unmerged)", **style)
+        if timed:
+            axes.plot(baseline.seconds, value.mean, marker="x", color="#777777", linestyle="none")
+    elif timed:
+        axes.axvline(baseline.seconds, label=f"{BASELINE} (unmerged)", **style)
+
+
+def _limits(results: Results, metric: Metric) -> tuple[float, float]:
+    """From the lowest mean to the highest and a bit more: intervals of few prompts would press all points together,
+    and may leave the plot."""
+    means = [row.estimates[metric.name].mean for row in results.rows if _point(row, metric)]
+    low, high = min(means), max(means)
+    margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _point(row: Row, metric: Metric) -> bool:
+    value = row.estimates.get(metric.name)
+    return value is not None and math.isfinite(value.mean)

@@ -1,0 +1,101 @@
+"""From what is kept of every picture to figures of every configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..quality.metrics import BY_NAME, Choice, Metric
+from ..quality.statistics import Estimate, estimate
+from .configurations import BASELINE, Configuration
+from .folder import Folder, Sample, finite, read_json
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration: its figures by metric, where it has them, and what it cost."""
+
+    configuration: Configuration
+    estimates: dict[str, Estimate]
+    timing: dict[str, Any] | None
+
+    @property
+    def seconds(self) -> float | None:
+        return self.timing["median"] if self.timing else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "label": self.configuration.label,
+            "config": self.configuration.config.to_dict(),
+            "metrics": {
+                name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
+            },
+            "timing": self.timing,
+        }
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that a report shows."""
+
+    folder: Folder
+    settings: dict[str, Any]
+    choice: Choice
+    rows: tuple[Row, ...]
+    samples: tuple[Sample, ...]
+    values: dict[tuple[str, Sample], dict[str, float]]
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Those that some configuration has a figure of."""
+        there = {name for row in self.rows for name in row.estimates}
+        return tuple(metric for metric in BY_NAME.values() if metric.name in there)
+
+    def to_dict(self) -> Any:
+        rows = [{**row.to_dict(), "speed_up": self.speed_up(row)} for row in self.rows]
+        return finite({"settings": self.settings, "results": rows, "missing": self.choice.missing_lines()})
+
+    def speed_up(self, row: Row) -> float | None:
+        baseline = self.rows[0].seconds
+        return baseline / row.seconds if baseline and row.seconds else None
+
+
+def gather(
+    folder: Folder,
+    settings: dict[str, Any],
+    choice: Choice,
+    configurations: Sequence[Configuration],
+    samples: Sequence[Sample],
+) -> Results:
+    """Read everything that was measured."""
+    values: dict[tuple[str, Sample], dict[str, float]] = {}
+    rows = []
+    for configuration in configurations:
+        for sample in samples:
+            path = folder.values(configuration, sample)
+            kept = read_json(path) if path.is_file() else {}
+            values[configuration.label, sample] = {name: float(value) for name, value in kept.items()}
+        rows.append(_row(folder, choice, configuration, samples, values))
+    return Results(folder, settings, choice, tuple(rows), tuple(samples), values)
+
+
+def _row(
+    folder: Folder,
+    choice: Choice,
+    configuration: Configuration,
+    samples: Sequence[Sample],
+    values: dict[tuple[str, Sample], dict[str, float]],
+) -> Row:
+    estimates = {}
+    for metric in choice.metrics:
+        if metric.kind == "set" or (metric.kind == "pair" and configuration.label == BASELINE):
+            continue
+        by_prompt: dict[int, list[float]] = {}
+        for sample in samples:
+            by_prompt.setdefault(sample.place, []).append(values[configuration.label, sample][metric.name])
+        estimates[metric.name] = estimate(list(by_prompt.values()))
+    if folder.sets(configuration).is_file():
+        estimates |= {name: Estimate(float(value)) for name, value in read_json(folder.sets(configuration)).items()}
+    timing = folder.timing(configuration)
+    return Row(configuration, estimates, read_json(timing) if timing.is_file() else None)

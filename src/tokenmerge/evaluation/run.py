@@ -1,0 +1,332 @@
+"""`tokenmerge eval`: make the pictures, time, measure, report; alone or split over processes.
+
+Every picture is made by itself, in a batch of one. Beside others a picture would differ: by rounding everywhere, and in
+models whose batches share destinations by what is merged. So a picture depends on its prompt, seed and configuration
+alone, and neither on how the work was split nor on what was left of it after an interruption. Time is measured apart,
+in batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from .. import api
+from ..adapters import denoiser_of, family_of
+from ..adapters.loading import load_pipeline
+from ..compiling import compile, uncompile
+from ..config import TokenMergeError
+from ..files import write_text
+from ..generate import Request, best_device, draw, picture_size, token_counts
+from ..measure import environment, forget_peak_memory, peak_memory
+from ..pictures import save_picture
+from ..quality.metrics import Choice, Meter, Picture, choose_metrics
+from ..quality.networks import Sources
+from .configurations import BASELINE, Configuration, read_configurations
+from .folder import Folder, Sample, read_features, read_json, read_picture, save_features, to_json
+from .pairs import list_pictures
+from .plots import check_plots
+from .report import write_report
+from .results import Results, gather
+
+Item = TypeVar("Item")
+
+# Processes wait for each other for as long as the slowest needs.
+_PATIENCE = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What was asked for."""
+
+    model: str
+    configurations: Sequence[str]
+    prompts: Sequence[str]
+    seeds: Sequence[int] = (0,)
+    ratios: Sequence[float] | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    size: str | None = None
+    metrics: Sequence[str] | None = None
+    sources: Sources = field(default_factory=Sources)
+    reference: Path | None = None
+    batch: int = 1
+    repeats: int = 5
+    threads: int = 1
+    device: str | None = None
+    dtype: str | None = None
+    compile: bool = False
+    # Whether a configuration that the model refuses is told of in the report, and not an error.
+    tell_refused: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("repeats", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
+        if self.steps is not None and self.steps < 1:
+            raise TokenMergeError(f"--steps is {self.steps}; it must be 1 or more")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers from 0, as in 0,1,2")
+
+
+def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
+    """Do all that is not done yet in the folder `out`, and report. Results are the same for any number of processes
+    and interruptions, but for seconds and memory. The first process returns them."""
+    check_plots()
+    processes = _processes()
+    # Also where a GPU computes: sums on the CPU round by the number of threads.
+    torch.set_num_threads(task.threads)
+    try:
+        evaluation = Evaluation(task, Folder(out), processes)
+        if processes.is_main_process:
+            settings = evaluation.folder.begin(evaluation.settings(), resume)
+            for line in evaluation.choice.missing_lines():
+                print(f"tokenmerge: {line}", file=sys.stderr)
+        processes.wait_for_everyone()
+        evaluation.make_pictures()
+        processes.wait_for_everyone()
+        # By one process while the others rest, or they would be timed too.
+        if processes.is_main_process:
+            evaluation.time()
+        processes.wait_for_everyone()
+        evaluation.measure()
+        processes.wait_for_everyone()
+        evaluation.measure_sets()
+        processes.wait_for_everyone()
+        results = evaluation.results(settings) if processes.is_main_process else None
+        if results is not None:
+            write_report(results, out)
+        processes.wait_for_everyone()
+    except KeyboardInterrupt:
+        print(f"\ntokenmerge: what was made is kept in {out}; go on with --resume", file=sys.stderr)
+        raise
+    processes.destroy_process_group()
+    return results
+
+
+def _processes() -> Any:
+    """How many processes there are and which this is, by accelerate: one, if nobody launched more."""
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise TokenMergeError("eval needs accelerate: pip install tokenmerge[eval]") from error
+    # Processes only wait for each other, which the CPU can do: so several may share a GPU.
+    return PartialState(cpu=True, timeout=_PATIENCE)
+
+
+class Evaluation:
+    """The work of one process."""
+
+    def __init__(self, task: Task, folder: Folder, processes: Any) -> None:
+        self.task = task
+        self.folder = folder
+        self._processes = processes
+        device = task.device
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{processes.local_process_index % torch.cuda.device_count()}"
+        self._device = best_device(device)
+        if self._device.type == "cuda":
+            # Kernels run on the current device, wherever their tensors are.
+            torch.cuda.set_device(self._device)
+        self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        # The first process fetches what is not here yet, the others find it.
+        with processes.main_process_first():
+            self.choice: Choice = choose_metrics(task.metrics, task.sources)
+            self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
+        self._pipe.set_progress_bar_config(disable=True)
+        preset = family_of(denoiser_of(self._pipe)).preset
+        configurations = read_configurations(task.configurations, task.ratios, preset)
+        width, height = picture_size(task.size, self._defaults, self._pipe)
+        self._request = Request(
+            "", task.steps or self._defaults.steps, width, height, (), task.guidance, self._defaults
+        )
+        # Everything that can be refused is refused before hours of work.
+        self._request.arguments(self._pipe, (0,), 1)
+        refusals = {item.label: reason for item in configurations if (reason := self._refusal(item)) is not None}
+        if refusals and not task.tell_refused:
+            label, reason = next(iter(refusals.items()))
+            raise TokenMergeError(f"configuration {label!r} is refused: {reason}")
+        self._refusals = refusals
+        self.configurations = tuple(item for item in configurations if item.label not in refusals)
+        self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
+        self._photographs = list_pictures(task.reference) if task.reference else []
+        if len(self.samples) < 2 or len(self._photographs) == 1:
+            self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that a figure of this evaluation depends on."""
+        request = self._request
+        return {
+            "model": self.task.model,
+            "configurations": {item.label: item.config.to_dict() for item in self.configurations},
+            "refused": self._refusals,
+            "prompts": list(self.task.prompts),
+            "seeds": list(self.task.seeds),
+            "steps": request.steps,
+            "guidance": request.guidance,
+            "call": request.defaults.call,
+            "size": [request.width, request.height],
+            "dtype": self._dtype,
+            "compile": self.task.compile,
+            "batch": self.task.batch,
+            "repeats": self.task.repeats,
+            "reference": [path.name for path in self._photographs],
+            "networks": {name: network.identity for name, network in self.choice.networks.items()},
+            "environment": environment(self._device),
+        }
+
+    def make_pictures(self) -> None:
+        """This process's share of the pictures, each in a batch of one."""
+        for configuration in self.configurations:
+            left = [sample for sample in self._mine(self.samples) if not self._made(configuration, sample)]
+            if not left:
+                continue
+            self._apply(configuration)
+            if self.task.compile:
+                # Until every phase has been compiled and recorded, other code runs.
+                self._draw(left[0])
+            for sample in self._progress(left, configuration.label):
+                save_picture(self._draw(sample), self.folder.image(configuration, sample))
+        api.remove(self._pipe)
+
+    def time(self) -> None:
+        """Seconds per picture in batches of the stated size, after one that does not count; and the memory it took."""
+        batch, repeats = self.task.batch, self.task.repeats
+        left = [item for item in self.configurations if repeats and not self.folder.timing(item).is_file()]
+        request = replace(self._request, prompt=self.task.prompts[0])
+        for configuration in self._progress(left, "time"):
+            self._apply(configuration)
+            draw(self._pipe, request, range(batch), request.steps, self._device)
+            forget_peak_memory(self._device)
+            seconds = []
+            for _ in range(repeats):
+                seconds.append(draw(self._pipe, request, range(batch), request.steps, self._device)[1] / batch)
+            record = {
+                "seconds": seconds,
+                "median": median(seconds),
+                "batch": batch,
+                "peak_memory": peak_memory(self._device),
+                "tokens": token_counts(self._pipe),
+            }
+            write_text(self.folder.timing(configuration), to_json(record))
+        api.remove(self._pipe)
+
+    def measure(self) -> None:
+        """Metrics of this process's pictures, and features for metrics of sets."""
+        for sample in self._progress(self._mine(self.samples), "measure"):
+            reference = self._picture(self.configurations[0], sample)
+            for configuration in self.configurations:
+                self._measure(configuration, sample, reference)
+        if not self.choice.of_kind("set"):
+            return
+        for path in self._progress(self._mine(self._photographs), "reference"):
+            kept = self.folder.reference(path)
+            if not kept.is_file():
+                save_features(kept, self._meter.features(Picture(read_picture(path))))
+
+    def measure_sets(self) -> None:
+        """Metrics of this process's share of the sets."""
+        metrics = self.choice.of_kind("set")
+        left = [item for item in self._mine(self.configurations) if self._lacking(item)]
+        if not self._photographs:
+            # The distance of the unmerged pictures to themselves says nothing.
+            left = [configuration for configuration in left if configuration.label != BASELINE]
+        if not left:
+            return
+        if self._photographs:
+            reference = read_features([self.folder.reference(path) for path in self._photographs])
+        else:
+            reference = self._features(self.configurations[0])
+        for configuration in self._progress(left, "sets"):
+            features = self._features(configuration)
+            values = {metric.name: self._meter.of_sets(metric, reference, features) for metric in metrics}
+            write_text(self.folder.sets(configuration), to_json(values))
+
+    def _lacking(self, configuration: Configuration) -> bool:
+        """Whether metrics of its set are to be measured."""
+        path = self.folder.sets(configuration)
+        known = read_json(path) if path.is_file() else {}
+        return any(metric.name not in known for metric in self.choice.of_kind("set"))
+
+    def results(self, settings: dict[str, Any]) -> Results:
+        return gather(self.folder, settings, self.choice, self.configurations, self.samples)
+
+    def _refusal(self, configuration: Configuration) -> str | None:
+        """Why the model cannot be merged so at this size."""
+        if not configuration.merges:
+            return None
+        try:
+            api.plan(self._pipe, configuration.config, height=self._request.height, width=self._request.width)
+            with api.applied(self._pipe, configuration.config):
+                return None
+        except TokenMergeError as error:
+            return str(error)
+
+    def _made(self, configuration: Configuration, sample: Sample) -> bool:
+        return self.folder.image(configuration, sample).is_file()
+
+    def _apply(self, configuration: Configuration) -> None:
+        if configuration.merges:
+            api.apply(self._pipe, configuration.config)
+        else:
+            api.remove(self._pipe)
+        if self.task.compile:
+            # Code compiled for other token counts before, in this process, might serve these too and round differently.
+            uncompile(self._pipe)
+            torch.compiler.reset()
+            compile(self._pipe)
+
+    def _draw(self, sample: Sample) -> Any:
+        request = replace(self._request, prompt=sample.prompt)
+        (picture,), _ = draw(self._pipe, request, (sample.seed,), request.steps, self._device)
+        return picture
+
+    def _measure(self, configuration: Configuration, sample: Sample, reference: Picture) -> None:
+        """What is not known yet about one picture. The baseline is not compared with itself."""
+        path, features = self.folder.values(configuration, sample), self.folder.features(configuration, sample)
+        known = read_json(path) if path.is_file() else {}
+        pairs = self.choice.of_kind("pair") if configuration.label != BASELINE else ()
+        wanted = [metric for metric in (*pairs, *self.choice.of_kind("text")) if metric.name not in known]
+        lacks_features = bool(self.choice.of_kind("set")) and not features.is_file()
+        if not wanted and not lacks_features:
+            return
+        test = reference if configuration.label == BASELINE else self._picture(configuration, sample)
+        if lacks_features:
+            save_features(features, self._meter.features(test))
+        for metric in wanted:
+            if metric.kind == "pair":
+                known[metric.name] = self._meter.pair(metric, reference, test)
+            else:
+                known[metric.name] = self._meter.text(metric, sample.prompt, test)
+        if wanted:
+            # In the order of the metrics, whichever came first.
+            ordered = {metric.name: known[metric.name] for metric in self.choice.metrics if metric.name in known}
+            write_text(path, to_json(ordered))
+
+    def _picture(self, configuration: Configuration, sample: Sample) -> Picture:
+        return Picture(read_picture(self.folder.image(configuration, sample)))
+
+    def _features(self, configuration: Configuration) -> torch.Tensor:
+        return read_features([self.folder.features(configuration, sample) for sample in self.samples])
+
+    @cached_property
+    def _meter(self) -> Meter:
+        return Meter(self.choice, self._device, self.task.threads)
+
+    def _mine(self, items: Sequence[Item]) -> list[Item]:
+        return list(items[self._processes.process_index :: self._processes.num_processes])
+
+    def _progress(self, items: Sequence[Item], label: str) -> Iterator[Item]:
+        """A bar, by the first process, for its own share."""
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        hidden = not self._processes.is_main_process or not items
+        yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)

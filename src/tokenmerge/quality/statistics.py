@@ -1,0 +1,51 @@
+"""Means with intervals of confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CONFIDENCE = 0.95
+_PIECES = 400
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and half the width of its 95 % interval of confidence; None where there is nothing to tell it from."""
+
+    mean: float
+    interval: float | None = None
+
+
+def estimate(values: Sequence[Sequence[float]]) -> Estimate:
+    """The mean of `values`, one sequence for each prompt with one value for each seed.
+
+    Pictures of one prompt are alike, so that they are not independent: the interval is that of the prompts' means,
+    whose scatter holds the seeds' scatter too. With a single prompt it is that of the seeds.
+    """
+    groups = [sum(group) / len(group) for group in values] if len(values) > 1 else list(values[0])
+    mean = sum(groups) / len(groups)
+    if len(groups) < 2 or not math.isfinite(mean):
+        return Estimate(mean)
+    variance = sum((value - mean) ** 2 for value in groups) / (len(groups) - 1)
+    return Estimate(mean, student_quantile(len(groups) - 1) * math.sqrt(variance / len(groups)))
+
+
+def student_quantile(freedom: int, confidence: float = _CONFIDENCE) -> float:
+    """How many standard errors the interval reaches to either side, by Student's t with `freedom` degrees."""
+    # With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which is smooth.
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+
+    def share(angle: float) -> float:
+        """Probability between -angle and angle, by Simpson's rule."""
+        width = angle / _PIECES
+        weights = (1 if place in (0, _PIECES) else 4 if place % 2 else 2 for place in range(_PIECES + 1))
+        total = sum(weight * math.cos(place * width) ** (freedom - 1) for place, weight in enumerate(weights))
+        return 2 * scale * total * width / 3
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)

@@ -1,0 +1,650 @@
+"""`tokenmerge eval` and `tokenmerge metrics`: what they write, that interruptions and processes change nothing, and how
+they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import torch
+from PIL import Image
+
+from judges import write_networks
+from test_readme import save_sdxl
+from tokenmerge import TokenMergeError, files
+from tokenmerge.cli import main
+from tokenmerge.evaluation.configurations import read_configurations
+from tokenmerge.evaluation.prompts import read_prompts
+from tokenmerge.evaluation.run import Task, evaluate
+from tokenmerge.evaluation.studies import STUDIES, Study
+from tokenmerge.generate import Request, draw
+from tokenmerge.quality.networks import Sources
+
+PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
+SEEDS = (0, 7)
+CONFIGURATIONS = ("default:ratio=0.5", "toma-stripe:ratio=0.25")
+# Of the metrics of the report, those whose networks `judges` makes.
+METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
+KILLS = 20
+WHERE = {"device": "a machine", "torch": "one"}
+
+# Started once with everything imported; children are copies of it, so that a start costs little.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tokenmerge.evaluation.run", "diffusers", "matplotlib.figure", __name__])
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_networks(tmp_path_factory.mktemp("networks"))
+
+
+def task(networks: Path, **changes: Any) -> Task:
+    """An evaluation of 18 small pictures."""
+    given = {
+        "seeds": SEEDS,
+        "steps": 1,
+        "size": "64x64",
+        "metrics": METRICS,
+        "sources": Sources(networks),
+        "repeats": 1,
+        "device": "cpu",
+    }
+    return Task("tiny-flux", CONFIGURATIONS, PROMPTS, **{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(networks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation that nobody disturbed."""
+    out = tmp_path_factory.mktemp("evaluation")
+    assert evaluate(task(networks), out) is not None
+    return out
+
+
+def comparable(out: Path) -> dict[str, Any]:
+    """Everything an evaluation wrote, by path, without what was timed."""
+    kept: dict[str, Any] = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        name = path.relative_to(out).as_posix()
+        if name.startswith(("timing/", "plots/")) or name == "report.html":
+            kept[name] = "there"
+        elif name == "table.csv":
+            rows = csv.DictReader(path.read_text().splitlines())
+            kept[name] = [{key: row[key] for key in row if key not in ("seconds", "speed_up")} for row in rows]
+        elif name == "table.md":
+            kept[name] = re.sub(r"^(\| [^|]+ \|) [^|]+ \| [^|]+ \|", r"\1", path.read_text(), flags=re.MULTILINE)
+        elif name == "results.jsonl":
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            kept[name] = [{key: line[key] for key in line if key not in ("timing", "speed_up")} for line in lines]
+        else:
+            kept[name] = path.read_bytes()
+    return kept
+
+
+def work(networks: Path, out: Path) -> None:
+    """What a child does."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    evaluate(task(networks), out, resume=True)
+
+
+def test_what_an_evaluation_writes(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * len(PROMPTS) * len(SEEDS)
+    for line in lines:
+        assert (finished / line["image"]).is_file()
+        assert Image.open(finished / line["image"]).size == (64, 64)
+        assert ("mse" in line) == (line["label"] != "none")
+        assert "clip" in line
+    results = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    assert [result["label"] for result in results] == ["none", *CONFIGURATIONS]
+    for result in results:
+        own = [line for line in lines if line["label"] == result["label"]]
+        for name, value in result["metrics"].items():
+            if name not in ("fid", "kid"):
+                assert value["mean"] == pytest.approx(sum(line[name] for line in own) / len(own))
+                assert value["interval"] > 0
+        assert set(result["metrics"]) == ({"clip"} if result["label"] == "none" else set(METRICS))
+        assert result["timing"]["median"] > 0
+        assert result["timing"]["batch"] == 1
+        assert (result["prompts"], result["seeds"], result["model"]) == (3, 2, "tiny-flux")
+    assert "-> 32" in results[1]["timing"]["tokens"]
+    assert {path.stem for path in (finished / "plots").iterdir()} == set(METRICS)
+    assert not list(finished.rglob("*.partial"))
+    header, _, *rows = (finished / "table.md").read_text().splitlines()
+    assert [cell.strip() for cell in header.split("|")[1:4]] == ["configuration", "s / picture", "speed-up"]
+    assert "±" in rows[1]
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.sources += [value for name, value in attributes if name == "src" and value]
+
+
+def test_the_page_shows_every_picture_and_runs_no_text_of_a_prompt(finished: Path) -> None:
+    page = (finished / "report.html").read_text()
+    links = _Links()
+    links.feed(page)
+    assert {unquote(source) for source in links.sources} == {
+        path.relative_to(finished).as_posix()
+        for kind in ("images", "plots")
+        for path in finished.glob(f"{kind}/**/*.png")
+    }
+    assert "b" not in links.tags
+    assert "a &lt;b&gt;daisy&lt;/b&gt; &amp; more" in page
+
+
+def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
+    finished: Path, tmp_path: Path, networks: Path
+) -> None:
+    """One configuration, one prompt, one seed, in another order than above: the same bytes."""
+    alone = Task(
+        "tiny-flux",
+        CONFIGURATIONS[1:],
+        PROMPTS[2:],
+        seeds=SEEDS[1:],
+        steps=1,
+        size="64x64",
+        metrics=("mse",),
+        repeats=0,
+        device="cpu",
+    )
+    evaluate(alone, tmp_path)
+    for label in ("none", "toma-stripe_ratio=0.25"):
+        (picture,) = (tmp_path / "images" / label).iterdir()
+        twin = finished / "images" / label / picture.name.replace("0000-", "0002-")
+        assert picture.read_bytes() == twin.read_bytes()
+
+
+def kept_files(out: Path) -> dict[Path, tuple[int, int]]:
+    """What has been made, and what would change if it was made again."""
+    kinds = ("images", "values", "features", "sets", "timing")
+    paths = [path for kind in kinds for path in out.glob(f"{kind}/**/*.*") if path.suffix in (".png", ".json", ".npy")]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
+
+
+def test_kills_at_random_moments_change_nothing(finished: Path, networks: Path, tmp_path: Path) -> None:
+    """Each kill comes a random moment after a random number of new files, so that kills lie all over the work."""
+    moments = random.Random(0)
+    expected = comparable(finished)
+    kills = rounds = 0
+    while kills < KILLS:
+        out, rounds = tmp_path / f"round-{rounds}", rounds + 1
+        before: dict[Path, tuple[int, int]] = {}
+        killed = True
+        while killed:
+            child = SERVER.Process(target=work, args=(networks, out))
+            child.start()
+            if kills < KILLS:
+                enough = len(before) + moments.randrange(6)
+                while child.is_alive() and len(kept_files(out)) < enough:
+                    time.sleep(0.01)
+                child.join(moments.uniform(0, 0.3))
+                child.kill()
+            child.join()
+            now = kept_files(out)
+            assert {path: now.get(path) for path in before} == before, "something was lost or made twice"
+            before = now
+            killed = child.exitcode == -signal.SIGKILL
+            kills += killed
+        assert child.exitcode == 0
+        assert comparable(out) == expected
+
+
+def killed_while_writing(path: Path) -> None:
+    def write(file: Any) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    files.write_file(path, write)
+
+
+def test_a_process_killed_while_it_writes_leaves_no_file(finished: Path, networks: Path, tmp_path: Path) -> None:
+    child = SERVER.Process(target=killed_while_writing, args=(tmp_path / "images" / "picture.png",))
+    child.start()
+    child.join()
+    (left_over,) = (tmp_path / "images").iterdir()
+    assert left_over.name.endswith(files.PARTIAL)
+    evaluate(task(networks, metrics=("mse",), repeats=0), tmp_path, resume=True)
+    assert not left_over.exists()
+
+
+def test_two_processes_write_what_one_does(finished: Path, networks: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        "0",
+        "-m",
+        "tokenmerge",
+        "eval",
+    ]
+    command += [
+        "--configs",
+        *CONFIGURATIONS,
+        "--prompts",
+        str(tmp_path / "prompts.json"),
+        "--seeds",
+        "0,7",
+        "--steps",
+        "1",
+    ]
+    command += ["--size", "64x64", "--metrics", ",".join(METRICS), "--networks", str(networks), "--repeats", "1"]
+    command += ["--device", "cpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("report.html") == 1
+    assert comparable(tmp_path / "out") == comparable(finished)
+
+
+def test_an_interrupted_evaluation_says_how_to_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenmerge", "eval", "--size", "64x64", "--steps", "1", "--device", "cpu"]
+    command += ["--metrics", "mse", "--repeats", "0", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        while not list(tmp_path.glob("images/none/*.png")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        printed = process.stderr.read()
+    assert process.returncode == 130
+    assert "go on with --resume" in printed
+    assert printed.endswith("tokenmerge: interrupted\n")
+    assert "Traceback" not in printed
+
+
+def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -> None:
+    before = comparable(finished)
+    with pytest.raises(TokenMergeError, match="add --resume"):
+        evaluate(task(networks), finished)
+    for changes, words in (
+        ({"steps": 2}, "begun with steps 1, not 2"),
+        ({"seeds": (0, 8)}, "begun with seeds"),
+        ({"metrics": ("mse",)}, "begun with networks"),
+        ({"dtype": "bfloat16"}, "begun with dtype"),
+    ):
+        with pytest.raises(TokenMergeError, match=words):
+            evaluate(task(networks, **changes), finished, resume=True)
+    assert comparable(finished) == before
+
+
+def test_commits_are_all_kept_and_versions_must_be_the_same(
+    networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = task(networks, metrics=("mse",), repeats=0)
+    for commit, kept in (("aaa", "aaa"), ("bbb", "aaa, bbb"), ("aaa", "aaa, bbb")):
+        monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c})
+        results = evaluate(small, tmp_path, resume=True)
+        assert results is not None
+        assert results.settings["environment"]["commit"] == kept
+    monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device: {**WHERE, "torch": "another"})
+    with pytest.raises(TokenMergeError, match="begun with environment torch"):
+        evaluate(small, tmp_path, resume=True)
+
+
+def test_metrics_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
+    for metrics in (("mse",), ("mse", "fid", "clip"), METRICS):
+        evaluate(task(networks, metrics=metrics), tmp_path, resume=True)
+    assert comparable(tmp_path) == comparable(finished)
+
+
+def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path) -> None:
+    small = task(networks, metrics=("mse",), repeats=0)
+    evaluate(small, tmp_path)
+    (picture, *_) = (tmp_path / "images" / "none").iterdir()
+    picture.write_bytes(b"no picture")
+    for path in (tmp_path / "values").rglob("*.json"):
+        path.unlink()
+    with pytest.raises(TokenMergeError, match=rf"{re.escape(str(picture))} cannot be read .* delete it"):
+        evaluate(small, tmp_path, resume=True)
+    picture.unlink()
+    evaluate(small, tmp_path, resume=True)
+    assert picture.read_bytes() == (finished / "images" / "none" / picture.name).read_bytes()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TokenMergeError, match=r"No space left on device.*free some space"):
+        files.write_file(tmp_path / "picture.png", lambda file: _to_full_disk())
+    assert not list(tmp_path.iterdir())
+
+
+def _to_full_disk() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as file:
+        file.write(b"x" * 4096)
+
+
+def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path) -> None:
+    photographs = tmp_path / "photographs"
+    photographs.mkdir()
+    for number in range(3):
+        noise = torch.randint(
+            256, (40 + number, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number)
+        )
+        Image.fromarray(noise.numpy()).save(photographs / f"{number}.jpg")
+    asked = task(networks, metrics=("fid", "kid"), repeats=0, reference=photographs)
+    results = evaluate(asked, tmp_path / "out")
+    assert results is not None
+    # Against photographs the unmerged model has a distance too.
+    assert all(set(row.estimates) == {"fid", "kid"} for row in results.rows)
+    assert len(list((tmp_path / "out" / "reference").iterdir())) == 3
+
+
+def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def watched(pipe: Any, request: Request, seeds: Any, steps: int, device: torch.device) -> Any:
+        sizes.append(len(seeds))
+        return draw(pipe, request, seeds, steps, device)
+
+    monkeypatch.setattr("tokenmerge.evaluation.run.draw", watched)
+    results = evaluate(task(networks, metrics=("mse",), batch=3, repeats=2), tmp_path)
+    assert results is not None
+    assert sizes == [1] * 18 + [3] * 9
+    assert all(row.timing and row.timing["batch"] == 3 and len(row.timing["seconds"]) == 2 for row in results.rows)
+
+
+def test_configurations_as_typed(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("ratio: 0.3\nregions: whole\n")
+    typed = [
+        "toma:ratio=0.25,regions=tile:8x8,components=self_attention,mlp,start=0.2",
+        f"{tmp_path}/my.yaml",
+        "none",
+        "default",
+        "mine@toma:regions=whole",
+        "fixed one@toma:ratio=0.1",
+    ]
+    made = read_configurations(typed, (0.5, 0.75), "dit")
+    assert [item.label for item in made] == [
+        "none",
+        typed[0],
+        f"{typed[1]}:ratio=0.5",
+        f"{typed[1]}:ratio=0.75",
+        "default:ratio=0.5",
+        "default:ratio=0.75",
+        "mine:ratio=0.5",
+        "mine:ratio=0.75",
+        "fixed one",
+    ]
+    assert [item.config.ratio for item in made[6:]] == [0.5, 0.75, 0.1]
+    assert made[6].series == made[7].series == "mine"
+    assert len(read_configurations([f"{'long' * 99}@toma"], None, "dit")[1].folder) < 120
+    first = made[1].config
+    assert (first.ratio, first.regions, first.components) == (0.25, "tile:8x8", ("self_attention", "mlp"))
+    assert (first.merge_regions, first.schedule.start) == ("whole", 0.2)
+    assert made[2].config.regions == "whole"
+    assert made[4].config.skip_first == 0.25
+    assert made[4].series == made[5].series == "default"
+    assert made[1].series == "toma:regions=tile:8x8,components=self_attention,mlp,start=0.2"
+    assert len({item.folder for item in made}) == len(made)
+    assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["nothing"], "preset 'nothing' is unknown"),
+        (["toma:colour=red"], "no field 'colour'"),
+        (["toma:ratio=much"], "ratio cannot be 'much'"),
+        (["toma:ratio=2"], "ratio is 2.0"),
+        (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),
+        (["toma", "toma"], "are the same"),
+        (["toma:ratio=0.5", "toma"], "are the same"),
+        ([" "], "is empty"),
+        (["absent.yaml"], "is not there"),
+    ],
+)
+def test_configurations_that_cannot_be(typed: list[str], words: str) -> None:
+    with pytest.raises(TokenMergeError, match=re.escape(words)):
+        read_configurations(typed, None, "unet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        ("a.txt", "one\n\n  two  \n", {}, ("one", "two")),
+        ("a.csv", '\ufeffid,Prompt\n1,"a, ""b""\nc"\n2,d\n', {}, ('a, "b"\nc', "d")),
+        ("a.tsv", 'Prompt\tCategory\n"half a quote\tx\nplain\ty\n', {}, ('"half a quote', "plain")),
+        ("a.tsv", "Prompt\tCategory\np\tx\n", {"column": "category"}, ("x",)),
+        ("a.json", '["one", "two", "three"]', {"limit": 2}, ("one", "two")),
+        ("a.json", '[{"prompt": "one", "seed": 3}]', {}, ("one",)),
+        ("a.json", '{"1": "rose", "2": "daisy"}', {"template": "a {}!"}, ("a rose!", "a daisy!")),
+        ("a.jsonl", '{"prompt": "one"}\n\n"two"\n', {}, ("one", "two")),
+    ],
+)
+def test_prompts_of_every_kind_of_file(
+    tmp_path: Path, name: str, content: str, options: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_prompts(str(tmp_path / name), **options) == expected
+
+
+def test_flowers_are_built_in() -> None:
+    flowers = read_prompts()
+    assert len(set(flowers)) == 102
+    assert "a photo of a sunflower" in flowers
+    assert read_prompts(template="{}", limit=1) == ("pink primrose",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "words"),
+    [
+        ("a.txt", "\n", {}, "holds no prompt"),
+        ("a.csv", "id,text\n1,x\n", {}, "choose one with --column: id, text"),
+        ("a.json", "3", {}, "a list or a mapping"),
+        ("a.json", "[1]", {}, "prompt 1 of"),
+        ("a.json", "[", {}, "is not JSON in UTF-8"),
+        ("a.pdf", "", {}, "neither 'flowers' nor a file"),
+        ("a.txt", "x", {"template": "no place"}, "exactly one {}"),
+        ("a.txt", "x", {"limit": 0}, "1 or more"),
+    ],
+)
+def test_prompt_files_that_cannot_be(
+    tmp_path: Path, name: str, content: str, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(TokenMergeError, match=re.escape(words)):
+        read_prompts(str(tmp_path / name), **options)
+
+
+def test_a_prompt_file_that_is_not_there() -> None:
+    with pytest.raises(TokenMergeError, match="cannot be read"):
+        read_prompts("absent.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--configs", "default:levels=2"], "only one"),
+        (["--seeds", "1,1"], "different numbers"),
+        (["--batch", "0"], "1 or more"),
+        (["--steps", "0"], "1 or more"),
+        (["--metrics", "sscd", "--networks", "."], "whose network is missing"),
+        (["--metrics", "beauty"], "choose from"),
+        (["--networks", "absent"], "is not a folder"),
+        (["--number", "1", "--metrics", "fid", "--networks", "NETWORKS"], "two pictures or more"),
+        (["--reference", "absent", "--metrics", "mse"], "is not a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    networks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(networks) if option == "NETWORKS" else option for option in options]
+    assert main(["eval", "--size", "64x64", "--device", "cpu", *given]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("tokenmerge: ")
+    assert words in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.folder)
+def test_every_study_runs_quickly(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", study.names[-1], "--quick", "--size", "64x64", "--steps", "2", "--repeats", "0"]
+    arguments += ["--device", "cpu", "--metrics", "mse", "--number", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    labels = [line["label"] for line in result["results"]]
+    refused = result["settings"]["refused"]
+    assert len(labels) + len(refused) == 1 + len(study.configurations)
+    assert all(label.startswith("todo") for label in refused)
+    assert len({line["metrics"]["mse"]["mean"] for line in result["results"][1:]}) > 1
+
+
+def test_a_study_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "table99"]) == 2
+    assert "choose from table1" in capsys.readouterr().err
+
+
+def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: Path) -> None:
+    asked = task(networks, metrics=("mse",), repeats=0)
+    wrong = ("default:levels=2", *CONFIGURATIONS)
+    with pytest.raises(TokenMergeError, match=r"'default:levels=2' is refused: .* only one"):
+        evaluate(replace(asked, configurations=wrong), tmp_path / "error")
+    results = evaluate(replace(asked, configurations=wrong, tell_refused=True), tmp_path / "told")
+    assert results is not None
+    assert [row.configuration.label for row in results.rows] == ["none", *CONFIGURATIONS]
+    assert "default:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
+
+
+def test_unets_are_evaluated_too(tmp_path: Path) -> None:
+    model = str(save_sdxl(tmp_path / "sdxl"))
+    asked = Task(model, ("default",), PROMPTS[:2], steps=2, size="64x64", metrics=("mse",), batch=2, device="cpu")
+    results = evaluate(asked, tmp_path / "out")
+    assert results is not None
+    assert results.rows[1].estimates["mse"].mean > 0
+
+
+def test_missing_networks_are_named_in_every_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], networks: Path
+) -> None:
+    (tmp_path / "networks").mkdir()
+    arguments = ["eval", "--size", "64x64", "--steps", "1", "--number", "1", "--device", "cpu", "--repeats", "0"]
+    arguments += ["--networks", str(tmp_path / "networks"), "--clip", str(networks / "clip"), "--dino", "no/dino"]
+    assert main([*arguments, "--json", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert "DINO is missing: no/dino cannot be had from the hub" in printed.err
+    assert any(line.startswith("DINO") for line in result["missing"])
+    for name in ("table.md", "report.html"):
+        assert "DINO is missing" in (tmp_path / "out" / name).read_text()
+    assert set(result["results"][1]["metrics"]) >= {"mse", "psnr", "ssim", "clip"}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders of three pictures with the same names and different endings."""
+    root = tmp_path_factory.mktemp("pairs")
+    for name, ending in (("first", "png"), ("second", "bmp")):
+        (root / name).mkdir()
+        for number in range(3):
+            values = torch.randint(256, (48, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+            values = values if name == "first" else values // 2
+            Image.fromarray(values.numpy()).save(root / name / f"{number}.{ending}")
+    return root / "first", root / "second"
+
+
+def test_metrics_of_two_folders(
+    pairs: tuple[Path, Path], networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a rose\na tulip\na daisy\n")
+    arguments = ["metrics", *map(str, pairs), "--networks", str(networks), "--device", "cpu"]
+    arguments += ["--prompts", str(tmp_path / "prompts.txt"), "--metrics", ",".join(METRICS)]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["counts"] == {"reference": 3, "test": 3}
+    assert set(result["metrics"]) == set(METRICS)
+    assert list(result["pictures"]) == ["0.bmp", "1.bmp", "2.bmp"]
+    # Of halved noise: the mean square of what was taken away from 0 to 255.
+    taken = sum((value - value // 2) ** 2 for value in range(256)) / 256
+    assert result["metrics"]["mse"]["mean"] == pytest.approx(taken, rel=0.05)
+    assert main(arguments) == 0
+    assert "3 pictures against 3" in capsys.readouterr().out
+
+
+def test_equal_folders_are_infinitely_like_each_other(
+    pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["metrics", str(pairs[0]), str(pairs[0]), "--metrics", "psnr,ssim", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)["metrics"]
+    assert values["psnr"] == {"mean": "inf", "interval": None}
+    assert values["ssim"]["mean"] == pytest.approx(1)
+
+
+def test_sets_need_no_pairs(pairs: tuple[Path, Path], networks: Path, tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        Image.new("RGB", (20, 50), "red").save(tmp_path / f"{name}.png")
+    assert main(["metrics", str(pairs[0]), str(tmp_path), "--metrics", "fid,kid", "--networks", str(networks)]) == 0
+
+
+def test_folders_that_cannot_be_compared(
+    pairs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*arguments: object) -> str:
+        assert main(["metrics", *map(str, arguments), "--metrics", "mse"]) == 2
+        return capsys.readouterr().err
+
+    assert "is not a folder" in refusal(pairs[0], tmp_path / "absent")
+    assert "holds no picture" in refusal(pairs[0], tmp_path)
+    for number in range(3):
+        Image.new("RGB", (64, 48)).save(tmp_path / f"{number}.png")
+    (tmp_path / "2.png").rename(tmp_path / "3.png")
+    assert "2 pictures have no partner, first '2'" in refusal(pairs[0], tmp_path)
+    Image.new("RGB", (64, 49)).save(tmp_path / "2.png")
+    (tmp_path / "3.png").unlink()
+    assert "64x48 pixels and" in refusal(pairs[0], tmp_path)
+    (tmp_path / "2.png").write_bytes(b"no picture")
+    assert "cannot be read as a picture" in refusal(pairs[0], tmp_path)
+    Image.new("RGB", (64, 49)).save(tmp_path / "1.jpg")
+    assert "have one name" in refusal(pairs[0], tmp_path)
+    (tmp_path / "prompts.txt").write_text("one\n")
+    assert main(["metrics", *map(str, pairs), "--prompts", str(tmp_path / "prompts.txt")]) == 2
+    assert "1 prompts for 3 pictures" in capsys.readouterr().err
+    assert main(["metrics", *map(str, pairs), "--metrics", "clip", "--clip", "no/clip"]) == 2

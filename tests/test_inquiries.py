@@ -1,0 +1,94 @@
+"""Tables and figures that look inside of a model: what is watched is what the model computes, and the figures count
+what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import tokenmerge
+from tokenmerge.cli import main
+from tokenmerge.evaluation.hidden import Hidden, Subject, load_subject
+from tokenmerge.evaluation.locality import CLUSTERS, cluster, coloured_labels, neighbours_alike
+from tokenmerge.evaluation.overlap import _Selector
+from tokenmerge.evaluation.studies import INQUIRIES, Inquiry
+from tokenmerge.grid import TokenGrid
+
+
+def subject(model: str) -> Subject:
+    return load_subject(model, size="64x96", steps=3, guidance=None, device="cpu", dtype=None)
+
+
+@pytest.mark.parametrize("model", ["tiny-flux", "tiny-sdxl"])
+def test_watching_sees_every_block_at_every_step_and_changes_nothing(model: str) -> None:
+    watched = subject(model)
+    seen: list[Hidden] = []
+    picture = watched.watch("a rose", 3, seen.append)
+    plan = tokenmerge.plan(watched.pipe, height=96, width=64, preset="toma-once")
+    names = [site.name for site in plan.sites]
+    assert [(hidden.step, hidden.block) for hidden in seen] == [(step, name) for step in range(3) for name in names]
+    assert all(hidden.tokens.shape[0] == hidden.grid.count for hidden in seen)
+    assert {hidden.grid.height / hidden.grid.width for hidden in seen} == {1.5}
+    again: list[Hidden] = []
+    assert picture.tobytes() == watched.watch("a rose", 3, again.append).tobytes()
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(seen, again, strict=True))
+    # The prompt's tokens, and not those of its negative.
+    other: list[Hidden] = []
+    watched.watch("a tulip", 3, other.append)
+    assert not torch.equal(seen[-1].tokens, other[-1].tokens)
+    blocks = [module for module in (*watched.pipe.components.values(),) if isinstance(module, torch.nn.Module)]
+    assert not any(module._forward_pre_hooks for root in blocks for module in root.modules())
+
+
+def test_clusters_are_found_and_neighbours_counted() -> None:
+    grid = TokenGrid(8, 16)
+    # Eight directions, each in a block of 4x4 tokens.
+    rows, columns = torch.meshgrid(torch.arange(8), torch.arange(16), indexing="ij")
+    truth = ((rows // 4) * 4 + columns // 4).flatten()
+    noise = 0.05 * torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
+    labels = cluster(torch.eye(32)[truth] * 3 + noise, CLUSTERS)
+    assert len({(int(a), int(b)) for a, b in zip(labels, truth, strict=True)}) == CLUSTERS
+    alike, chance = neighbours_alike(labels, grid)
+    # Of 8 x 15 + 7 x 16 pairs, three borders of 8 and one of 16 lie between blocks.
+    assert alike == pytest.approx(1 - (3 * 8 + 16) / (8 * 15 + 7 * 16))
+    assert chance == pytest.approx(1 / 8)
+    picture = coloured_labels(labels, grid)
+    assert picture.size == (256, 128)
+    assert len(picture.getcolors()) == CLUSTERS
+
+
+def test_overlap_of_the_same_and_of_other_tokens() -> None:
+    config = tokenmerge.presets()["toma-tile"].replace(regions="tile:8")
+    grid = TokenGrid(16, 16)
+    selector = _Selector(config)
+    first, second = torch.randn(2, 256, 12, generator=torch.Generator().manual_seed(0))
+    assert selector.compare(Hidden(0, "block", grid, first), True) == (1.0, 0.5)
+    assert selector.compare(Hidden(1, "block", grid, first * 2), False) == (1.0, 0.5)
+    share, _ = selector.compare(Hidden(2, "block", grid, second), False)
+    assert 0.3 < share < 0.7
+
+
+@pytest.mark.parametrize("inquiry", INQUIRIES, ids=lambda inquiry: inquiry.folder)
+def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["reproduce", inquiry.names[-1], "--quick", "--size", "64x64", "--number", "1", "--device", "cpu"]
+    assert main([*arguments, "--json", "--out", str(tmp_path)]) == 0
+    records = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "values.jsonl").read_text().splitlines()]
+    assert records == lines
+    if inquiry.names[0].startswith("fig"):
+        assert min(Image.open(tmp_path / "figure.png").size) > 300
+        assert {record["step"] for record in records} == {0, 1, 2, 3}
+    else:
+        assert {record["preset"] for record in records} >= {"toma", "tomesd"}
+        assert all(record[name] > 0 for record in records for name in ("select", "merge", "unmerge"))
+
+
+def test_options_that_do_not_apply_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "fig4", "--metrics", "mse"]) == 2
+    assert "--metrics is not for fig4" in capsys.readouterr().err
+    assert main(["reproduce", "table4", "--repeats", "0"]) == 2
+    assert "needs 1 or more" in capsys.readouterr().err
