@@ -33,8 +33,8 @@ class _Compiled:
 def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) -> Model:
     """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, merged or not.
 
-    blocks: compile each transformer block by itself, which takes a minute instead of the many that a whole denoiser
-    takes, spent in the first call of every size. graphs: replay whole denoiser calls as CUDA graphs, one for each phase
+    blocks: compile each transformer block by itself, in the first call of every size; that takes a fraction of the time
+    that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each phase
     (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
     """
     denoiser = denoiser_of(model)
