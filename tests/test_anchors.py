@@ -40,8 +40,8 @@ def build(kind: str, **options: Any) -> tuple[nn.Module, Loop]:
 
 
 @torch.no_grad()
-def call(denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int = 16) -> Tensor:
-    arguments = family_of(denoiser).example(denoiser, 2, height, width)
+def call(denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int = 16, batch: int = 2) -> Tensor:
+    arguments = family_of(denoiser).example(denoiser, batch, height, width)
     name = "sample" if "sample" in arguments else "hidden_states"
     arguments[name] = arguments[name] * scale
     return denoiser(**arguments, return_dict=False)[0]
@@ -64,6 +64,9 @@ def test_an_anchor_is_exact_and_its_gap_makes_the_same_input_exact(kind: str, op
     other = call(plain, 0.5)
     loop.step()
     assert torch.equal(call(denoiser, 0.5), other)
+    loop.step()
+    if option.get("gap") != "linear":
+        torch.testing.assert_close(call(denoiser, 0.5), other, rtol=1e-4, atol=1e-5)
     # Without anchors merging is far from exact, so that the above says something.
     merged, _ = build(kind, **option, anchor_every=0)
     assert (call(merged) - expected).abs().max() > 1e-3
@@ -80,6 +83,41 @@ def test_every_call_of_a_step_has_gaps_of_its_own(kind: str) -> None:
         for scale, exact in zip(scales, expected, strict=True):
             torch.testing.assert_close(call(denoiser, scale), exact, rtol=1e-4, atol=1e-5)
         loop.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_a_step_may_differ_in_size(kind: str) -> None:
+    """Skip-layer guidance calls with the whole batch and then with half of it."""
+    plain, _ = build(kind)
+    expected = [call(plain, batch=batch) for batch in (2, 1)]
+    denoiser, loop = build(kind, anchor_every=5)
+    for _ in range(2):
+        loop.set_timesteps()
+        for _ in range(3):
+            for batch, exact in zip((2, 1), expected, strict=True):
+                torch.testing.assert_close(call(denoiser, batch=batch), exact, rtol=1e-4, atol=1e-5)
+            loop.step()
+
+
+def test_a_broken_picture_does_not_break_the_next() -> None:
+    denoiser, loop = build("sdxl", anchor_every=2, gap="linear")
+    loop.set_timesteps()
+    good = [call(denoiser), loop.step(), call(denoiser)][2]
+    loop.set_timesteps()
+    assert call(denoiser, float("nan")).isnan().any()
+    loop.set_timesteps()
+    again = [call(denoiser), loop.step(), call(denoiser)][2]
+    assert torch.equal(again, good)
+
+
+def test_gaps_hold_no_graph_of_gradients() -> None:
+    denoiser, loop = build("sdxl", anchor_every=2)
+    loop.set_timesteps()
+    arguments = family_of(denoiser).example(denoiser, 2, 16, 16)
+    denoiser(**arguments, return_dict=False)
+    memories = [memory for _, memory in denoiser._tokenmerge.state._memories]
+    assert memories
+    assert not any(memory.current.image.requires_grad for memory in memories)
 
 
 def test_more_calls_than_gaps_are_kept_for_run_whole() -> None:
@@ -104,12 +142,12 @@ def test_gaps_extrapolate_linearly_in_the_noise_level() -> None:
         loop.set_timesteps()
         for step in range(4):
             call(denoiser)
-            level = state.clock.level(step)
+            level = state.clock.noise_level(step)
             if step == 0:
                 memory.current.image.fill_(level)
             if step == 2:
                 # As if the anchor had seen that the gap grew with the noise level.
-                memory.current.image.fill_(state.clock.level(0))
+                memory.current.image.fill_(state.clock.noise_level(0))
                 memory.current.keep(torch.full_like(memory.current.image, level), None)
             if step == 3:
                 errors[gap] = (memory.current.image_now() - level).abs().max().item()
@@ -155,10 +193,23 @@ def test_other_sizes_and_batches(kind: str) -> None:
             loop.step()
 
 
+def test_gaps_of_sizes_that_are_gone_are_given_up() -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), **ANCHORED)
+    tiny.draw(pipe)
+    one = tokenmerge.summary(pipe).gap_bytes
+    # Two sizes may take turns, and keep their gaps.
+    for size in ((64, 96), (64, 64)):
+        tiny.draw(pipe, size=size)
+    both = tokenmerge.summary(pipe).gap_bytes
+    assert one < both < 3 * one
+    for _ in range(3):
+        tiny.draw(pipe)
+    assert tokenmerge.summary(pipe).gap_bytes == one
+
+
 def test_the_memory_of_gaps_is_told_and_does_not_grow() -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), **ANCHORED)
     assert tokenmerge.summary(pipe).gap_bytes == 0
-    tiny.draw(pipe, size=(64, 96))
     tiny.draw(pipe)
     counted = tokenmerge.summary(pipe).gap_bytes
     # One fp32 gap of every merged block's tokens, for both samples of guidance in one call.
@@ -202,3 +253,18 @@ def test_no_graph_is_added_after_the_first_image(kind: str) -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match=message):
         tokenmerge.MergeConfig().replace(**options)
+
+
+@pytest.mark.parametrize("method", ["tomesd", "tofu"])
+def test_methods_without_lasting_maps_are_refused(method: str) -> None:
+    with pytest.raises(tokenmerge.TokenMergeError, match="another map at every step"):
+        tokenmerge.apply(tiny.build("sdxl"), preset=method, sites="block", anchor_every=3)
+
+
+def test_caches_that_skip_blocks_are_refused() -> None:
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    pipe = tokenmerge.apply(tiny.build("flux"), **ANCHORED)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(tokenmerge.TokenMergeError, match="anchors have to run"):
+        tiny.draw(pipe)

@@ -32,6 +32,11 @@ from tokenmerge.cli import main
             {"full": 4, "select at 0.25": 1, "reuse at 0.25": 3, "select at 0.5": 1, "reuse at 0.5": 3},
         ),
         (
+            {"step_ratios": (0.25, 0.5, 0.25)},
+            12,
+            {"select at 0.25": 2, "reuse at 0.25": 5, "select at 0.5": 1, "reuse at 0.5": 3, "reweigh at 0.25": 1},
+        ),
+        (
             {"step_ratios": (0.25, 0.5), "anchor_every": 3, "start": 0.25},
             8,
             {"full": 2, "anchor, select at 0.25": 1, "reuse at 0.25": 2, "anchor, select at 0.5": 1, "reuse at 0.5": 2},
@@ -137,6 +142,18 @@ def test_rounds_are_pooled_and_medians_summed() -> None:
     plain, merged = rows = bench.pool(records)
     assert (plain.schedule_ms, merged.schedule_ms) == (30.0, 30.0)
     assert bench.speed_up(merged, rows) == 1.0
+    other = {**records[1], "config": {"ratio": 0.25}}
+    assert len(bench.pool([*records, other])) == 3
+    with pytest.raises(tokenmerge.TokenMergeError, match="no unpatched row"):
+        bench.speed_up(merged, [merged])
+
+
+def test_the_bound_is_that_of_the_changed_preset() -> None:
+    denoiser, _ = empty_denoiser("sdxl-random")
+    made = bench.candidates_for(denoiser, ["default", "tomesd"], [0.5], {"skip_first": 1, "anchor_every": 0})
+    assert [each.label for each in made] == ["unpatched", "lower-bound of default 0.5", "default 0.5", "tomesd 0.5"]
+    assert [each.config.method for each in made[1:]] == ["lower-bound", "toma", "tomesd"]
+    assert all(each.config.skip_first == 1 for each in made[1:])
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
+from tokenmerge import graphs
 
 OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
 
@@ -188,13 +189,15 @@ def test_inductor_draws_the_eager_image(kind: str, sites: str) -> None:
 def test_compile_and_merging_in_either_order(kind: str, first: str) -> None:
     pipe = build(kind)
     unpatched = tiny.draw(pipe)
-    merged = tiny.draw(apply(pipe))
+    # By position: rounding decides between destinations that tie.
+    options = {"selection": "uniform"}
+    merged = tiny.draw(apply(pipe, **options))
     tokenmerge.remove(pipe)
     if first == "apply":
-        apply(pipe)
+        apply(pipe, **options)
     tokenmerge.compile(pipe)
     if first == "compile":
-        apply(pipe)
+        apply(pipe, **options)
     torch.testing.assert_close(tiny.draw(pipe), merged, rtol=0, atol=1e-4)
     assert "blocks, no CUDA graphs" in tokenmerge.summary(pipe).compiled
     tokenmerge.uncompile(tokenmerge.uncompile(pipe))
@@ -228,3 +231,63 @@ def test_graphs_need_a_cuda_device() -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match="graphs=False"):
         tokenmerge.compile(pipe, graphs=True)
     assert tokenmerge.summary(pipe).compiled == "not by tokenmerge.compile"
+
+
+def changes() -> dict[str, Any]:
+    """What a recorded denoiser call must notice, by name: how to build the pipeline, and what then happens to it."""
+    from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+    from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
+    from peft import LoraConfig
+
+    def with_lora() -> Any:
+        pipe = build("sdxl")
+        pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        return pipe
+
+    def with_ip_adapter() -> Any:
+        pipe = build("sdxl")
+        pipe.unet.set_attn_processor(
+            {
+                name: IPAdapterAttnProcessor2_0(16, 16, num_tokens=(4,)) if "attn2" in name else AttnProcessor2_0()
+                for name in pipe.unet.attn_processors
+            }
+        )
+        return pipe
+
+    def scale_lora(pipe: Any) -> None:
+        next(module for module in pipe.unet.modules() if hasattr(module, "lora_A")).set_scale("default", 0.5)
+
+    return {
+        "fused LoRA": (with_lora, lambda pipe: pipe.unet.fuse_lora()),
+        "scaled LoRA": (with_lora, scale_lora),
+        "LoRA off": (with_lora, lambda pipe: pipe.unet.disable_adapters()),
+        "new LoRA": (
+            lambda: build("sdxl"),
+            lambda pipe: pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"])),
+        ),
+        "scaled IP-Adapter": (with_ip_adapter, lambda pipe: pipe.set_ip_adapter_scale(0.1)),
+        "FreeU": (lambda: build("sdxl"), lambda pipe: pipe.unet.enable_freeu(0.9, 0.2, 1.1, 1.2)),
+        "fused QKV": (lambda: build("flux"), lambda pipe: pipe.transformer.fuse_qkv_projections()),
+        "merging": (lambda: build("sdxl"), apply),
+        "other weights": (lambda: build("sdxl"), lambda pipe: pipe.unet.to(torch.float64)),
+        "a cache": (
+            lambda: build("sd3"),
+            lambda pipe: apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1)),
+        ),
+        "a hook": (
+            lambda: build("sdxl"),
+            lambda pipe: pipe.unet.mid_block.register_forward_hook(lambda *_: None),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", changes())
+def test_recordings_notice(name: str) -> None:
+    make, change = changes()[name]
+    pipe = make()
+    denoiser = tiny.denoiser_of(pipe)
+    before = graphs._state_of(denoiser)
+    assert before == graphs._state_of(denoiser)
+    change(pipe)
+    assert before != graphs._state_of(denoiser)
+    assert bool(graphs._obstacle(denoiser)) == (name in ("a cache", "a hook"))

@@ -266,7 +266,7 @@ def test_graphs_of_every_phase_give_what_launches_give(build: object, sites: str
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched[1]) for _ in range(3))
     told = tokenmerge.summary(loop.denoiser)
-    assert f"{2 if sites else 1} CUDA graphs" in told.compiled
+    assert f" {2 if sites else 1} CUDA graphs" in told.compiled
     assert "cannot" not in told.compiled
     if sites:
         assert {(group["selected"], group["weighed"]) for group in told.groups} == {(10, 20)}
@@ -307,6 +307,8 @@ def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
     launched = loop.run()
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched) for _ in range(4))
+    # Steps 0 to 3 are: anchor and select, reuse, anchor, reuse.
+    assert " 3 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
 
 
@@ -319,7 +321,29 @@ def test_compiled_blocks_inside_of_graphs(build: object) -> None:
     tokenmerge.compile(loop.denoiser)
     for _ in range(3):
         torch.testing.assert_close(loop.run(), eager, rtol=1e-2, atol=1e-2)
+    assert " 2 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
+
+
+@pytest.mark.parametrize("method", ["pool", "random", "tomesd", "lower-bound"])
+def test_what_cannot_be_recorded_runs_as_it_is(method: str) -> None:
+    loop = _Loop(_unet, torch.float16)
+    tokenmerge.apply(loop.denoiser, preset=method, ratio=0.5, scheduler=loop.scheduler)
+    launched = [loop.run() for _ in range(2)][1]
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    for _ in range(3):
+        torch.testing.assert_close(loop.run(), launched, rtol=1e-2, atol=1e-2)
+    assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
+
+
+def test_autocast_is_not_recorded() -> None:
+    loop = _Loop(_unet, torch.float32)
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype):
+            results = [loop.run() for _ in range(3)]
+        assert all(torch.equal(results[0], each) for each in results)
+    assert " 0 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -388,5 +388,5 @@ def test_the_plan_tells_what_the_run_then_does(kind: str) -> None:
     assert [group.name for group in plan.groups] == list(ran)
     for group in plan.groups:
         assert ran[group.name]["grid"] == str(group.grid)
-        assert ran[group.name]["tokens"] == f"{group.layout.tokens} -> {group.layout.merged}"
+        assert ran[group.name]["tokens"] == f"{group.grid.count} -> {group.merged[0]}"
         assert ran[group.name]["regions"] == group.regions

@@ -500,3 +500,14 @@ def test_ratios_that_cannot_be_are_refused(options: dict[str, Any], message: str
 def test_ratios_over_steps_need_a_schedule() -> None:
     with pytest.raises(TokenMergeError, match="step_ratios needs to know"):
         apply(tiny.sdxl_unet(), step_ratios=(0.25, 0.5))
+
+
+def test_blocks_that_stay_whole_need_nothing() -> None:
+    pipe = apply(tiny.build("sdxl"), block_ratios=(0.0, 0.5), method="random")
+    phases = []
+    pipe.unet.register_forward_hook(
+        lambda *_: phases.append((pipe.unet._tokenmerge.state.phase, pipe.unet._tokenmerge.state.kind() is None))
+    )
+    tiny.draw(pipe, steps=7)
+    reuse = ("reuse", False)
+    assert phases == [("select", True), *[reuse] * 4, ("reweigh", True), reuse]

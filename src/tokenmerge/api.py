@@ -15,18 +15,13 @@ from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
 from .config import BASELINES, MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
-from .hooks import BlockSite, ComponentSite, EntrySite, Installation, Span
+from .hooks import INNER_CACHES, BlockSite, ComponentSite, EntrySite, Installation, Span, cache_hooks
 from .methods import method_for
 from .planning import Plan, plan_model
 from .state import RECORD, MergeGroup, MergeState
 from .tables import table
 
 Model = TypeVar("Model")
-
-# Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
-# inside, where tokens are merged.
-_OUTER_CACHES = ("fbc_", "mag_cache_")
-_INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
 
 
 @dataclass(frozen=True)
@@ -285,7 +280,7 @@ class _Observer:
 
 def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, scheduler: Any) -> None:
     """Refuse what would not work, before anything is touched."""
-    caches = _caches(denoiser)
+    caches = cache_hooks(denoiser)
     if caches:
         raise TokenMergeError(
             f"a cache ({caches[0]}) is enabled already; a cache must come after merging: "
@@ -324,20 +319,18 @@ def _check_chunks(block: nn.Module) -> None:
         )
 
 
-def _caches(denoiser: nn.Module) -> list[str]:
-    """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
-    registries = [vars(module).get("_diffusers_hook") for module in denoiser.modules()]
-    names = dict.fromkeys(name for registry in registries if registry is not None for name in registry.hooks)
-    return [name for name in names if name.startswith(_OUTER_CACHES + _INNER_CACHES)]
-
-
 def _check_caches(denoiser: nn.Module, config: MergeConfig) -> None:
     """Refuse caches, enabled since `apply`, that merging does not go with."""
-    for name in _caches(denoiser):
-        if name.startswith(_INNER_CACHES):
+    for name in cache_hooks(denoiser):
+        if name.startswith(INNER_CACHES):
             raise TokenMergeError(
                 f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
                 "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
+            )
+        if config.schedule.anchor_every:
+            raise TokenMergeError(
+                f"a cache ({name}) skips blocks that anchors have to run, and old gaps would meet new maps; "
+                "use anchor_every=0, or call disable_cache()"
             )
         if config.sites == "span":
             raise TokenMergeError(

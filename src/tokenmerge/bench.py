@@ -25,7 +25,7 @@ from . import api
 from .adapters import family_of
 from .adapters.loading import load_denoiser
 from .compiling import compile, uncompile
-from .config import MergeConfig, TokenMergeError
+from .config import SELECTIONS, MergeConfig, TokenMergeError
 from .measure import Stopwatch, environment, timed
 from .methods import method_for
 from .tables import markdown
@@ -96,20 +96,22 @@ def phases_of(config: MergeConfig, steps: int) -> list[str]:
     """The phase of every step of an image."""
     schedule = config.schedule
     phases = []
-    ratio = selected = weighed = anchored = None
+    # Each ratio has maps of its own; a gap is that of the last one.
+    selected: dict[float, int] = {}
+    weighed: dict[float, int] = {}
+    anchored: tuple[float, int] | None = None
     for step in range(steps):
-        if ratio != config.ratio_at(step / steps):
-            # Another ratio has maps of its own.
-            ratio = config.ratio_at(step / steps)
-            selected = weighed = anchored = None
+        ratio = config.ratio_at(step / steps)
         if not schedule.merges(step / steps) or ratio == 0:
             phases.append("full")
             continue
-        anchor = schedule.anchors(step, anchored)
-        phase = schedule.phase(step, selected, weighed, anchor=anchor)
-        anchored = step if anchor else anchored
-        selected = step if phase == "select" else selected
-        weighed = weighed if phase == "reuse" else step
+        anchor = schedule.anchors(step, anchored[1] if anchored and anchored[0] == ratio else None)
+        phase = schedule.phase(step, selected.get(ratio), weighed.get(ratio), anchor=anchor)
+        anchored = (ratio, step) if anchor else anchored
+        if phase == "select":
+            selected[ratio] = step
+        if phase != "reuse":
+            weighed[ratio] = step
         label = f"anchor, {phase}" if anchor else phase
         phases.append(f"{label} at {ratio:g}" if config.step_ratios else label)
     return phases
@@ -146,7 +148,7 @@ def measure_candidate(
         backends = [group["backend"] for group in api.summary(denoiser).groups]
         compiled = api.summary(denoiser).compiled
         if device.type == "cuda" and "graph" not in setting.mode:
-            launches = _launches(call)
+            launches = _launches(loop, call)
     finally:
         uncompile(denoiser)
         api.remove(denoiser)
@@ -195,10 +197,13 @@ def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, step
     return timed(run, device)[1]
 
 
-def _launches(call: Callable[[], None]) -> int:
-    """Kernels, copies and fills of one call that renews nothing."""
+def _launches(loop: _Loop, call: Callable[[], None]) -> int:
+    """Kernels, copies and fills of the second step of an image, which for most schedules renews nothing."""
     from torch.profiler import ProfilerActivity, profile
 
+    loop.set_timesteps()
+    call()
+    loop.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -211,17 +216,20 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def candidates_for(denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float]) -> list[Candidate]:
-    """The denoiser as it is; then for every ratio each preset, and the bound of linear merging at the same sites."""
+def candidates_for(
+    denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: dict[str, Any]
+) -> list[Candidate]:
+    """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites."""
     found = [Candidate("unpatched")]
     for ratio in ratios:
         for preset in presets:
-            config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio)
-            bound = config.replace(
-                method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0
-            )
-            for label, each in ((f"lower-bound of {preset}", bound), (preset, config)):
-                found.append(Candidate(f"{label} {ratio:g}", each))
+            config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio, **changes)
+            if config.method in ("toma", *SELECTIONS):
+                bound = config.replace(
+                    method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0
+                )
+                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", bound))
+            found.append(Candidate(f"{preset} {ratio:g}", config))
     return found
 
 
@@ -255,10 +263,7 @@ def run(
         if "graph" in mode and device.type != "cuda":
             raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
     denoiser, scale = load_denoiser(model, dtype, device)
-    candidates = [
-        Candidate(each.label, each.config.replace(**changes) if each.config is not None and changes else each.config)
-        for each in candidates_for(denoiser, presets, ratios)
-    ]
+    candidates = candidates_for(denoiser, presets, ratios, changes)
     settings = [
         Setting(model, width, height, batch, mode, steps, warmups, repeats, loops, command)
         for width, height in sizes
@@ -298,9 +303,9 @@ def report(records: Iterable[dict[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
-        groups.setdefault(key, []).append(record)
+        groups.setdefault((*key, json.dumps(record["environment"])), []).append(record)
     parts = []
-    for (model, width, height, batch, mode, steps), found in groups.items():
+    for (model, width, height, batch, mode, steps, _), found in groups.items():
         rows = pool(found)
         where = rows[0].record["environment"]
         parts.append(
@@ -335,7 +340,8 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
     """One row for each candidate."""
     rows: dict[str, Row] = {}
     for record in records:
-        row = rows.setdefault(record["label"], Row(record, {phase: [] for phase in record["laps_ms"]}))
+        key = json.dumps([record["label"], record["config"]])
+        row = rows.setdefault(key, Row(record, {phase: [] for phase in record["laps_ms"]}))
         for phase, laps in record["laps_ms"].items():
             row.laps[phase] += laps
     return list(rows.values())
@@ -343,7 +349,11 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 def speed_up(row: Row, rows: Sequence[Row]) -> float:
     """Of a row over the unpatched one of the same comparison."""
-    (plain,) = (each for each in rows if each.config is None)
+    plain = next((each for each in rows if each.config is None), None)
+    if plain is None:
+        raise TokenMergeError(
+            f"{row.record['label']!r} has no unpatched row to be compared with; keep all rows of a run in one file"
+        )
     return plain.schedule_ms / row.schedule_ms
 
 

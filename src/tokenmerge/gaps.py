@@ -29,8 +29,8 @@ class Gap:
 
     image: Tensor  # [B, N, C]
     text: Tensor | None  # [B, T, C]
-    image_step: Tensor | None  # [B, N, C] what the last anchor changed, where gaps are extrapolated
-    text_step: Tensor | None
+    image_change: Tensor | None  # [B, N, C] by the last anchor, where gaps are extrapolated
+    text_change: Tensor | None
     ahead: Tensor  # fp32 scalar: how far this step is from the last anchor, in distances between the last two
 
     @classmethod
@@ -46,22 +46,22 @@ class Gap:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.image, self.text, self.image_step, self.text_step)
+        tensors = (self.image, self.text, self.image_change, self.text_change)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def keep(self, image: Tensor, text: Tensor | None) -> None:
         """Take the gaps of an anchor."""
-        _keep(image, self.image, self.image_step)
+        _keep(image, self.image, self.image_change)
         if text is not None and self.text is not None:
-            _keep(text, self.text, self.text_step)
+            _keep(text, self.text, self.text_change)
 
     def image_now(self) -> Tensor:
         """[B, N, C] at this step."""
-        return _at(self.image, self.image_step, self.ahead)
+        return _at(self.image, self.image_change, self.ahead)
 
     def text_now(self) -> Tensor | None:
         """[B, T, C] at this step."""
-        return None if self.text is None else _at(self.text, self.text_step, self.ahead)
+        return None if self.text is None else _at(self.text, self.text_change, self.ahead)
 
 
 @dataclass
@@ -74,26 +74,34 @@ class GapMemory:
     _gaps: dict[tuple[GapSize, int], Gap] = field(default_factory=dict)
 
     def enter(self, size: GapSize, turn: int, ahead: Tensor, *, linear: bool) -> None:
-        """Point `current` at the gap of a call of the step, `turn`; a new size gives up those of all others."""
-        if not self.has_text:
-            size = size._replace(text_tokens=0)
-        if (size, turn) not in self._gaps:
-            self._gaps = {key: gap for key, gap in self._gaps.items() if key[0] == size}
+        """Point `current` at the gap of a call, the one with number `turn` of its step."""
+        key = (size if self.has_text else size._replace(text_tokens=0), turn)
+        if key not in self._gaps:
             # Inference tensors could not be overwritten outside of inference mode.
             with torch.inference_mode(False):
-                self._gaps[size, turn] = Gap.empty(size, self.width, ahead, linear=linear)
-        self.current = self._gaps[size, turn]
+                self._gaps[key] = Gap.empty(key[0], self.width, ahead, linear=linear)
+        self.current = self._gaps[key]
+
+    def forget(self, size: GapSize, turn: int) -> None:
+        """Give up the memory of a gap."""
+        self._gaps.pop((size if self.has_text else size._replace(text_tokens=0), turn), None)
+
+    def holds(self, gap: Gap | None) -> bool:
+        return gap is None or any(each is gap for each in self._gaps.values())
 
     @property
     def nbytes(self) -> int:
         return sum(gap.nbytes for gap in self._gaps.values())
 
 
-def _keep(new: Tensor, held: Tensor, step: Tensor | None) -> None:
-    if step is not None:
-        step.copy_(new - held)
+def _keep(new: Tensor, held: Tensor, change: Tensor | None) -> None:
+    if change is not None:
+        change.copy_(new - held)
     held.copy_(new)
 
 
-def _at(held: Tensor, step: Tensor | None, ahead: Tensor) -> Tensor:
-    return held if step is None else held + step * ahead.to(held.dtype)
+def _at(held: Tensor, change: Tensor | None, ahead: Tensor) -> Tensor:
+    if change is None:
+        return held
+    # After the first anchor of an image the change is one from the image before, which need not be finite.
+    return torch.where(ahead == 0, held, held + change * ahead.to(held.dtype))

@@ -6,7 +6,8 @@ steps that select, that only weigh, that reuse maps, and that do not merge at al
 
 The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
 are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
-as it is.
+as it is: calls with gradients, under autocast (which caches the weights it casts), with a cache that decides by values,
+with forward hooks inside (which a replay would not run), and where maps need the host.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .config import TokenMergeError
+from .hooks import cache_hooks
 
 # Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
 _MAX_GRAPHS = 16
+# Recordings pushed out by others before no more are made: some argument has another value at every call.
+_MAX_LOSSES = 64
 # Kinds of call whose first occurrence is remembered.
 _MAX_KINDS = 256
-# What else decides a module's work, beside its submodules and weights: FreeU's factors and adapters' scales.
-_SETTINGS = ("s1", "s2", "b1", "b2", "processor", "_disable_adapters", "_active_adapter", "forward")
+# What else decides a module's work, beside its submodules and weights: FreeU's factors, what stands in for its forward,
+# its attention processor, and adapters that are on, off or fused.
+_SETTINGS = ("s1", "s2", "b1", "b2", "forward", "processor", "_disable_adapters", "_active_adapter")
+# Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, adapters fused into weights.
+_CONTENTS = ("scale", "scaling", "merged_adapters")
+_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, "_diffusers_hook"))
 
 
 class Phases(Protocol):
@@ -43,8 +51,11 @@ class Phases(Protocol):
     def set_done(self, done: Any) -> None:
         """Take it that the call has renewed this."""
 
-    def keep_alive(self) -> Any:
-        """Whatever owns the tensors that recorded work reads and writes."""
+    def owners(self) -> Any:
+        """Whatever owns the tensors that the call reads and writes, to keep them alive."""
+
+    def still_owns(self, owners: Any) -> bool:
+        """Whether none of them has been given up since."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,13 @@ class _Recording:
     inputs: list[Tensor]
     outputs: list[Tensor]
     structure: pytree.TreeSpec  # of the outputs
+    phases: Phases | None
     done: Any
-    kept: Any
+    owners: Any
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.phases is None or self.phases.still_owns(self.owners)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         for held, given in zip(self.inputs, tensors, strict=True):
@@ -74,6 +90,8 @@ class GraphedForward:
         self._original = denoiser.forward
         self._pool: Any = None
         self._state: tuple[Any, ...] = ()
+        self._obstacle = ""  # why nothing can be recorded as the model is now
+        self._losses = 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._refused: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
@@ -93,7 +111,7 @@ class GraphedForward:
     @property
     def refusals(self) -> tuple[str, ...]:
         """Why some calls were not recorded."""
-        return tuple(dict.fromkeys(self._refused.values()))
+        return tuple(dict.fromkeys(each for each in (self._obstacle, *self._refused.values()) if each))
 
     def undo(self) -> None:
         if vars(self._denoiser).get("forward") is not self._forward:
@@ -105,27 +123,31 @@ class GraphedForward:
         self._recordings.clear()
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        device = next(self._denoiser.parameters()).device
+        if torch.is_grad_enabled() or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+            return self._original(*args, **kwargs)
+        self._see_changes()
         phases = self._phases()
         kind = phases.kind() if phases is not None else ()
-        if kind is None or torch.is_grad_enabled() or getattr(self._denoiser, "is_cache_enabled", False):
-            return self._original(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple("tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if not all(isinstance(leaf, bool | int | float | str | None) for leaf in others):
+        plain = all(isinstance(leaf, bool | int | float | str | None) for leaf in others)
+        if kind is None or self._obstacle or not plain:
             return self._original(*args, **kwargs)
-        self._forget_if_changed()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple((tuple(each.shape), each.dtype, each.device) for each in tensors)
-        key = (kind, str(structure), others, shapes, torch.is_autocast_enabled(), torch.is_inference_mode_enabled())
-        if key in self._recordings:
-            self._recordings.move_to_end(key)
-            recording = self._recordings[key]
-            if phases is not None:
-                phases.set_done(recording.done)
-            return recording.replay(tensors)
-        if key in self._refused or not self._is_known(key):
-            return self._original(*args, **kwargs)
-        return self._record(key, phases, leaves, structure, tensors, (args, kwargs))
+        key = (kind, str(structure), others, shapes, torch.is_inference_mode_enabled())
+        # Graphs are recorded and replayed on the current device, which need not be the model's.
+        with torch.cuda.device(device):
+            if key in self._recordings:
+                self._recordings.move_to_end(key)
+                recording = self._recordings[key]
+                if phases is not None:
+                    phases.set_done(recording.done)
+                return recording.replay(tensors)
+            if key in self._refused or not self._is_known(key):
+                return self._original(*args, **kwargs)
+            return self._record(key, phases, leaves, structure, (args, kwargs), device)
 
     def _is_known(self, key: Hashable) -> bool:
         """Whether a call of this kind has run; if not, it is known from now on."""
@@ -141,12 +163,11 @@ class GraphedForward:
         phases: Phases | None,
         leaves: list[Any],
         structure: pytree.TreeSpec,
-        tensors: list[Tensor],
         call: tuple[tuple[Any, ...], dict[str, Any]],
+        device: torch.device,
     ) -> Any:
-        while len(self._recordings) >= _MAX_GRAPHS:
-            self._recordings.popitem(last=False)
-        device = next(self._denoiser.parameters()).device
+        self._make_room()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [torch.empty_like(each, device=device).copy_(each) for each in tensors]
         held = iter(inputs)
         args, kwargs = pytree.tree_unflatten(
@@ -156,54 +177,86 @@ class GraphedForward:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream()
         try:
             # Not all of a process need keep still: another thread may load an image meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = self._original(*args, **kwargs)
         except RuntimeError as error:
-            # Nothing has run; the call is made as it is, now and from now on.
+            # Nothing has run; the call is made as it is, now and from now on. A capture that fails at its end leaves
+            # its stream current.
+            torch.cuda.set_stream(stream)
             self._refused[key] = str(error).strip().splitlines()[0]
             if phases is not None:
                 phases.set_done(before)
             return self._original(*call[0], **call[1])
         outputs, output_structure = pytree.tree_flatten(output)
-        recording = _Recording(
-            graph,
-            inputs,
-            outputs,
-            output_structure,
-            phases.done() if phases is not None else None,
-            phases.keep_alive() if phases is not None else None,
-        )
+        done, owners = (phases.done(), phases.owners()) if phases is not None else (None, None)
+        recording = _Recording(graph, inputs, outputs, output_structure, phases, done, owners)
         self._recordings[key] = recording
         return recording.replay(tensors)
 
-    def _forget_if_changed(self) -> None:
+    def _make_room(self) -> None:
+        """Drop recordings that can no longer be asked for, and the one that was not used for longest."""
+        for key in [key for key, recording in self._recordings.items() if not recording.is_in_use]:
+            del self._recordings[key]
+        while len(self._recordings) >= _MAX_GRAPHS:
+            self._recordings.popitem(last=False)
+            self._losses += 1
+        if self._losses > _MAX_LOSSES:
+            self._obstacle = "arguments of the denoiser have other values at every call"
+
+    def _see_changes(self) -> None:
         """Recorded work reads weights where they lay: forget it when modules, weights or adapters were exchanged."""
-        state = tuple(_state_of(self._denoiser))
-        if state != self._state:
-            self._state = state
-            self._recordings.clear()
-            self._refused.clear()
-            self._seen.clear()
+        state = _state_of(self._denoiser)
+        if state == self._state:
+            return
+        self._state = state
+        self._losses = 0
+        self._obstacle = _obstacle(self._denoiser)
+        self._recordings.clear()
+        self._refused.clear()
+        self._seen.clear()
 
 
-def _state_of(denoiser: nn.Module) -> Iterator[Any]:
+def _obstacle(denoiser: nn.Module) -> str:
+    """Why calls of a denoiser, as it is, cannot be recorded."""
+    caches = cache_hooks(denoiser)
+    if caches:
+        return f"a cache ({caches[0]}) decides by values what runs"
+    inner = (module for module in denoiser.modules() if module is not denoiser)
+    if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
+        return "a replay would not run the forward hooks of submodules"
+    return ""
+
+
+def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
     """Everything whose exchange would change a call: the objects themselves, so that none is taken for a dead one."""
-    # By hand: `nn.Module.modules` takes several times as long, and this runs at every call.
+    # By hand, and with one look for what few modules have: this runs at every call.
+    state: list[Any] = []
     stack = list(denoiser._modules.values())
     while stack:
         module = stack.pop()
         if module is None:
             continue
-        yield module
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter.data_ptr()
+        state.append(module)
+        state += [parameter.data_ptr() for parameter in module._parameters.values() if parameter is not None]
         values = module.__dict__
-        for name in _SETTINGS:
-            if name in values:
-                yield values[name]
-        if "scaling" in values and isinstance(values["scaling"], dict):
-            yield tuple(values["scaling"].values())
-        stack.extend(module._modules.values())
+        if module._forward_hooks or module._forward_pre_hooks or not values.keys().isdisjoint(_WATCHED):
+            state += _rare(module)
+        stack += module._modules.values()
+    return tuple(state)
+
+
+def _rare(module: nn.Module) -> Iterator[Any]:
+    """What else decides the work of a module."""
+    values = vars(module)
+    yield tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+    yield from (values[name] for name in _SETTINGS if name in values)
+    # A processor may be a module, which is among the submodules, or a plain object.
+    for holder in (values, vars(values["processor"]) if values.get("processor") is not None else {}):
+        for content in (holder[name] for name in _CONTENTS if name in holder):
+            held = content.values() if isinstance(content, dict) else content
+            yield tuple(held) if isinstance(content, dict | list) else held
+    if "_diffusers_hook" in values:
+        yield tuple(values["_diffusers_hook"].hooks)

@@ -27,6 +27,10 @@ from .config import TokenMergeError
 from .gaps import Gap, GapMemory
 from .state import MergeGroup, MergeState, Slot, refresh
 
+# Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
+# inside, where tokens are merged.
+OUTER_CACHES = ("fbc_", "mag_cache_")
+INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
 # The arguments of a call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -232,7 +236,8 @@ class BlockSite(Site):
         """Keep what the block gave out on all tokens beyond what it gave on merged ones."""
         (image,), (merged_image,) = self.ports.outgoing(whole), self.ports.outgoing(merged)
         text, merged_text = self.ports.text(whole), self.ports.text(merged)
-        gap.keep(image - merged_image, None if text is None or merged_text is None else text - merged_text)
+        missing = None if text is None or merged_text is None else (text - merged_text).detach()
+        gap.keep((image - merged_image).detach(), missing)
 
     def run_merged(self, args: tuple[Any, ...], kwargs: dict[str, Any], gap: Tensor | None) -> Any:
         """The block on merged tokens, with the gap [B, N, C] added to what it changes."""
@@ -351,3 +356,10 @@ def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     for reference in registry._fn_refs if registry is not None else ():
         yield vars(reference), "forward"
         yield vars(reference), "original_forward"
+
+
+def cache_hooks(denoiser: nn.Module) -> list[str]:
+    """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
+    registries = [vars(module).get("_diffusers_hook") for module in denoiser.modules()]
+    names = dict.fromkeys(name for registry in registries if registry is not None for name in registry.hooks)
+    return [name for name in names if name.startswith(OUTER_CACHES + INNER_CACHES)]

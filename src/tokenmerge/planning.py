@@ -178,7 +178,13 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
 def _check_method(denoiser: nn.Module, blocks: list[Block], config: MergeConfig) -> None:
     """Refuse what the method cannot do."""
     method = method_for(config)
-    method.settle(config)
+    for ratio in config.ratios:
+        method.settle(config.replace(ratio=ratio, step_ratios=None, block_ratios=None))
+    if config.schedule.anchor_every and method.PER_BLOCK:
+        raise TokenMergeError(
+            f"anchors remember the gap of a map, and method {config.method!r} makes another map at every step; "
+            "use anchor_every=0, or method='toma'"
+        )
     if config.sites not in method.SITES:
         raise TokenMergeError(
             f"method {config.method!r} cannot be applied at sites={config.sites!r}; "

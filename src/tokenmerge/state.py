@@ -2,7 +2,7 @@
 
 Compiled code must not see any of this, or it would be compiled again at every step. So denoiser calls are observed
 outside of it, and inside an opaque operator, `refresh`, brings a group's tensors up to date in place. Traced code only
-ever reads those tensors, and the mode of the step: merged or full.
+ever reads those tensors, the gaps that anchors keep, and the mode of the step: merged, full or anchor.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Clock:
         """Share of the schedule that lies behind; 0 where its length is unknown."""
         return (self.begin + self.step) / self.total if self.total else 0.0
 
-    def level(self, step: int) -> float:
+    def noise_level(self, step: int) -> float:
         """The noise level of a step, or its number where levels are not known."""
         place = self.begin + step
         return self.levels[place] if place < len(self.levels) else float(step)
@@ -167,6 +167,16 @@ class Slot:
         return self.map.merged_count < self.map.token_count
 
 
+@dataclass
+class _Anchors:
+    """The anchors of one turn and size in an image."""
+
+    image: int
+    ratio: float
+    sizes: list[GapSize]  # of every memory
+    steps: list[int] = field(default_factory=list)  # the last two
+
+
 class MergeGroup:
     """Layers that share destinations and weights, and everything those need."""
 
@@ -200,8 +210,7 @@ class MergeGroup:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         self.settle()
         self._config = self._configs[self._wish.ratio_at(self._clock.position)]
-        height, width = grid_at_level(call, self.level)
-        size = (call.batch, height * width if height else call.tokens, call.text_tokens, call.dtype, call.device)
+        size = (call.batch, self.token_count(call), call.text_tokens, call.dtype, call.device)
         key = (self._config.ratio, *size)
         if key not in self._slots:
             while len(self._slots) >= _MAX_SIZES * len(self._configs):
@@ -223,6 +232,12 @@ class MergeGroup:
         elif record.selected is not None and not self._method.REFRESHES:
             phase = "reuse"
         self._due = _Due(record, step, phase)
+        self.partition = self._partition_on(call.device)
+
+    def token_count(self, call: DenoiserCall) -> int:
+        """Image tokens at this group's level."""
+        height, width = grid_at_level(call, self.level)
+        return height * width if height else call.tokens
 
     def settle(self) -> None:
         """Note in the record what the last call has renewed."""
@@ -268,13 +283,15 @@ class MergeGroup:
         """
         due = self._due
         assert due is not None
+        assert self.partition is not None
+        if not self.has_due(tables):
+            return
         again = self._method.PER_BLOCK
         ops, _ = backend_for(self._config.backend, tokens.device)
         merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._config), ops, tensors)
         if again or not due.maps_done:
             due.maps_done += 1
             if due.phase != "reuse":
-                self.partition = self._partition_on(tokens.device)
                 # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
                 with torch.autocast(tokens.device.type, enabled=False):
                     self._method.renew(
@@ -289,11 +306,18 @@ class MergeGroup:
     def _rotary_is_due(due: _Due) -> bool:
         return due.phase == "select" or not due.record.rotary
 
+    def holds(self, slot: Slot | None) -> bool:
+        return any(each is slot for each in self._slots.values())
+
     def kind(self) -> tuple[Any, ...] | None:
-        """Equal for calls in which this group does the same work on the same tensors; None where it draws numbers."""
+        """Equal for calls in which this group does the same work on the same tensors; None where that cannot be
+        recorded."""
         due = self._due
         assert due is not None
-        if due.phase != "reuse" and self._method.draws(self._config):
+        assert self.slot is not None
+        if not self.slot.merges:
+            return ("whole",)
+        if due.phase != "reuse" and self._method.needs_host(self._config):
             return None
         return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
 
@@ -335,7 +359,7 @@ class MergeState:
         self.groups: list[MergeGroup] = []
         self.mode = "merged"  # or full, or anchor: merged and full both
         self._memories: list[tuple[MergeGroup, GapMemory]] = []
-        self._anchors: dict[int, tuple[int, tuple[Any, ...], list[int]]] = {}  # image, size and last two, by turn
+        self._anchors: dict[tuple[int, tuple[Any, ...]], _Anchors] = {}  # by turn and size
         self._ahead: dict[int, Tensor] = {}
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
@@ -362,35 +386,48 @@ class MergeState:
             self.mode = "full"
             return
         # Another ratio has other maps, so gaps of the last one mean nothing to it.
-        size = (*call.size, self.config.ratio_at(self.clock.position))
-        for_image, for_size, steps = self._anchors.get(turn, (image, size, []))
-        known = steps if (for_image, for_size) == (image, size) else []
-        if self.config.schedule.anchors(step, known[-1] if known else None):
+        ratio = self.config.ratio_at(self.clock.position)
+        seen = self._anchors.get((turn, call.size))
+        if seen is None or (seen.image, seen.ratio) != (image, ratio):
+            seen = self._anchors[turn, call.size] = _Anchors(image, ratio, self._gap_sizes(call))
+        if self.config.schedule.anchors(step, seen.steps[-1] if seen.steps else None):
             self.mode = "anchor"
-            known = [*known[-1:], step]
-        self._anchors[turn] = (image, size, known)
+            seen.steps = [*seen.steps[-1:], step]
+
+    def _gap_sizes(self, call: DenoiserCall) -> list[GapSize]:
+        """Of every memory, in this call."""
+        tokens = [group.token_count(call) for group, _ in self._memories]
+        return [GapSize(call.batch, count, call.text_tokens, call.dtype, call.device) for count in tokens]
 
     def _enter_memories(self, call: DenoiserCall) -> None:
         """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
         turn = self.clock.call
         if not self._memories or self.mode == "full":
             return
+        seen = self._anchors[turn, call.size]
         if turn not in self._ahead or self._ahead[turn].device != call.device:
             with torch.inference_mode(False):
                 self._ahead[turn] = torch.zeros((), device=call.device)
         ahead, linear = self._ahead[turn], self.config.gap == "linear"
         if linear:
-            ahead.fill_(self._steps_ahead(self._anchors[turn][2]))
-        for group, memory in self._memories:
-            assert group.slot is not None
-            size = GapSize(call.batch, group.slot.map.token_count, call.text_tokens, call.dtype, call.device)
-            memory.enter(size, turn, ahead, linear=linear)
+            ahead.fill_(self._steps_ahead(seen.steps))
+        for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
+            if group.slot is not None and group.slot.merges:
+                memory.enter(size, turn, ahead, linear=linear)
+
+    def _forget_gaps(self) -> None:
+        """Give up gaps of sizes that the last two images did not have: two sizes may take turns."""
+        for (turn, size), seen in list(self._anchors.items()):
+            if seen.image < self.clock.image - 2:
+                del self._anchors[turn, size]
+                for (_, memory), gap_size in zip(self._memories, seen.sizes, strict=True):
+                    memory.forget(gap_size, turn)
 
     def _steps_ahead(self, anchors: list[int]) -> float:
         """Distance of this step from the last anchor over that between the last two, in noise levels; 0 after one."""
         if len(anchors) < 2:
             return 0.0
-        before, last, now = (self.clock.level(step) for step in (*anchors[-2:], self.clock.step))
+        before, last, now = (self.clock.noise_level(step) for step in (*anchors[-2:], self.clock.step))
         return (now - last) / (last - before) if last != before else 0.0
 
     @property
@@ -431,6 +468,7 @@ class MergeState:
             self._see_anchor(call)
         if self.clock.now[1:] == (0, 0):
             self.at_image_start()
+            self._forget_gaps()
         for group in self.groups:
             if call.ids is None:
                 group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
@@ -453,14 +491,15 @@ class MergeState:
     @property
     def phase(self) -> str:
         """What the last call to enter does: full, reuse, reweigh or select; the last three also at an anchor."""
-        if self.mode == "full" or not any(group.slot and group.slot.merges for group in self.groups):
+        merging = [group for group in self.groups if group.slot is not None and group.slot.merges]
+        if self.mode == "full" or not merging:
             return "full"
-        phase = max((group.phase for group in self.groups), key=("reuse", "reweigh", "select").index)
+        phase = max((group.phase for group in merging), key=("reuse", "reweigh", "select").index)
         phase = f"anchor, {phase}" if self.mode == "anchor" else phase
         return f"{phase} at {self.groups[0].ratio:g}" if self.config.step_ratios else phase
 
     def kind(self) -> tuple[Any, ...] | None:
-        """Equal for denoiser calls that launch the same work on the same tensors; None if a group draws numbers."""
+        """Equal for denoiser calls that launch the same work on the same tensors; None if it cannot be recorded."""
         if self.mode == "full":
             return (self.mode,)
         kinds = tuple(group.kind() for group in self.groups)
@@ -476,9 +515,16 @@ class MergeState:
         for group, each in zip(self.groups, done, strict=True):
             group.done = each
 
-    def keep_alive(self) -> list[Any]:
+    def owners(self) -> list[Any]:
         """What owns the tensors of this call."""
         return [*(group.slot for group in self.groups), *(memory.current for _, memory in self._memories)]
+
+    def still_owns(self, owners: list[Any]) -> bool:
+        """Whether no tensor of an earlier call has been given up since."""
+        slots, gaps = owners[: len(self.groups)], owners[len(self.groups) :]
+        return all(group.holds(slot) for group, slot in zip(self.groups, slots, strict=True)) and all(
+            memory.holds(gap) for (_, memory), gap in zip(self._memories, gaps, strict=True)
+        )
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""

@@ -32,8 +32,8 @@ class Method(ABC, Generic[Map]):
 
     # What follows is given a settled config.
 
-    def draws(self, config: MergeConfig) -> bool:
-        """Whether it draws random numbers, which a recorded CUDA graph cannot."""
+    def needs_host(self, config: MergeConfig) -> bool:
+        """Whether renewing a map takes random numbers or tables from the host, which a CUDA graph cannot record."""
         return False
 
     def layout(self, token_count: int, config: MergeConfig) -> Layout:

@@ -45,7 +45,7 @@ class Bipartite(ClusterMethod):
             )
         return super().settle(config).replace(regions="whole", merge_regions=None)
 
-    def draws(self, config: MergeConfig) -> bool:
+    def needs_host(self, config: MergeConfig) -> bool:
         return config.selection == "random"
 
     def layout(self, token_count: int, config: MergeConfig) -> Layout:

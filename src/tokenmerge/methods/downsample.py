@@ -58,6 +58,9 @@ class Pool(LinearMethod):
     def settle(self, config: MergeConfig) -> MergeConfig:
         return in_cells(config)
 
+    def needs_host(self, config: MergeConfig) -> bool:
+        return True
+
     def select(
         self,
         tokens: Tensor,
@@ -101,6 +104,9 @@ class ToDo(ClusterMethod):
 
     def settle(self, config: MergeConfig) -> MergeConfig:
         return in_cells(super().settle(config))
+
+    def needs_host(self, config: MergeConfig) -> bool:
+        return True
 
     def renew(
         self,

@@ -15,7 +15,7 @@ from .base import LinearMethod
 class LowerBound(LinearMethod):
     REFRESHES = False
 
-    def draws(self, config: MergeConfig) -> bool:
+    def needs_host(self, config: MergeConfig) -> bool:
         return True
 
     def select(

@@ -19,7 +19,7 @@ class Toma(LinearMethod):
     def settle(self, config: MergeConfig) -> MergeConfig:
         return config.replace(selection=config.method) if config.method in SELECTIONS else config
 
-    def draws(self, config: MergeConfig) -> bool:
+    def needs_host(self, config: MergeConfig) -> bool:
         return config.selection in ("random", "stochastic")
 
     def select(
