@@ -216,6 +216,21 @@ def test_ties_go_to_the_lowest_index() -> None:
     assert reference.select_destinations(torch.ones(1, 1, 6, 6), 3).tolist() == [[[0, 1, 2]]]
 
 
+@pytest.mark.parametrize("size", [16, 64, 256])
+def test_rounding_does_not_decide_between_nearest_tokens(size: int) -> None:
+    """Tokens in pairs: with half of them kept, each pair ties, and the lower index wins, however sums are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(1, size // 2, 40, generator=generator)
+    tokens = torch.stack([base, base + 0.05 * torch.randn(base.shape, generator=generator)], dim=2).flatten(1, 2)
+    first = reference.select(tokens, None, 1, size // 2)
+    for seed in range(5):
+        noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(seed))
+        other = reference.select(tokens * (1 + 1e-7 * noise), None, 1, size // 2)
+        assert (first == other).float().mean() > 0.97
+    batched = reference.select(tokens.expand(3, -1, -1), None, 1, size // 2)
+    assert torch.equal(batched[1:2], first)
+
+
 def test_graph_cut_greedily_maximises_its_own_value() -> None:
     similarity = reference.pairwise_similarity(torch.rand(1, 1, 10, 4), "cosine").clamp_min(0)
     pairs = similarity[0, 0]

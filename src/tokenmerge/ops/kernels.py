@@ -214,6 +214,7 @@ def _select_kernel(
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -240,6 +241,9 @@ def _select_kernel(
     else:
         pairs *= shrink
     pairs = _finite(pairs)
+    if COSINE:
+        # Exact sums: what ties, ties in every order of summation.
+        pairs = tl.floor(pairs * SCALE + 0.5) / SCALE
 
     gains = tl.sum(pairs, 1)
     # Places beyond the region gain nothing as sources and are never free as candidates.
@@ -654,6 +658,7 @@ def select(
                 CHANNELS=channels,
                 SIZE=size,
                 COUNT=count,
+                SCALE=2.0 ** reference.sum_bits(size),
                 BLOCK_N=block,
                 BLOCK_C=_block(channels, 128 if half and block <= 64 else 64 if half else 32),
                 # 32 similarities to a thread, or 64 in the largest: they stay in registers.

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from ..grid import join_regions, split_regions
 
+# Bits of an fp32 sum, less one for a gain's sign and growth; and the least that a similarity is left with.
+_SUM_BITS = 22
+_LEAST_BITS = 14
 # Share of the best gain that stochastic greedy may lose in expectation.
 _STOCHASTIC_LOSS = 0.1
 _RIDGE = 1e-6
@@ -54,7 +57,7 @@ def select(
             if selection == "stochastic":
                 chosen = select_stochastic(pairs, count, generator)
             else:
-                chosen = select_destinations(pairs, count)
+                chosen = select_destinations(with_exact_sums(pairs) if similarity == "cosine" else pairs, count)
     indices = torch.arange(token_count, device=tokens.device) if order is None else order
     return indices.view(regions, size)[torch.arange(regions, device=tokens.device)[:, None], chosen]
 
@@ -63,6 +66,21 @@ def pairwise_similarity(regions: Tensor, similarity: str) -> Tensor:
     """fp32 [B, R, n, n] from [B, R, n, C]: cosine, or the dot product over sqrt(C). NaN counts as no similarity."""
     directions = _directions(regions, similarity)
     return torch.nan_to_num(directions @ directions.transpose(-1, -2), nan=0.0)
+
+
+def with_exact_sums(similarity: Tensor) -> Tensor:
+    """Cosine similarities [B, R, m, n], rounded so that sums over up to 256 sources are exact in fp32.
+
+    Two tokens that are nearest to each other tie, and rounding would decide between them: by the batch size, by the
+    order in which a device sums, by a compiler. Exact sums leave it to the index.
+    """
+    scale = 2.0 ** sum_bits(similarity.shape[-2])
+    return (similarity * scale + 0.5).floor() / scale
+
+
+def sum_bits(sources: int) -> int:
+    """Bits behind the point of a similarity whose sums over this many sources are to be exact."""
+    return max(_LEAST_BITS, _SUM_BITS - math.ceil(math.log2(sources)))
 
 
 def select_destinations(similarity: Tensor, count: int) -> Tensor:
