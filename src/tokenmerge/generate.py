@@ -135,7 +135,7 @@ def make_picture(
     single = changes.pop("ratio", None)
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
-        variants.append(Variant(f"{config.method} {config.ratio:g}", config))
+        variants.append(Variant(_label(config), config))
     if compile_blocks:
         compile(pipe)
     width, height = picture_size(size, defaults, pipe)
@@ -146,6 +146,13 @@ def make_picture(
     rows = generate(pipe, request, variants, show_destinations=show_destinations, warm_up_steps=warm_up_steps)
     save_picture(compose(rows, prompt), path)
     return Result(rows, path, environment(place))
+
+
+def _label(config: MergeConfig) -> str:
+    """For a caption: the method, how much it removes, and whether anchors bring back what that costs."""
+    anchors = config.schedule.anchor_every
+    ratios = "/".join(f"{ratio:g}" for ratio in config.ratios)
+    return f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
 
 
 def slug(prompt: str) -> str:
