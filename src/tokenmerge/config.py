@@ -21,6 +21,7 @@ SIMILARITIES = ("cosine", "dot")
 MERGES = ("mean", "pick")
 UNMERGES = ("transpose", "pinv")
 GAPS = ("hold", "linear")
+GAP_DTYPES = ("tokens", "float8")
 SITES = ("component", "block", "span")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
@@ -149,6 +150,8 @@ class MergeConfig:
     unmerge: str = "transpose"
     # Between anchors the gap of the last one is held, or extrapolated from the last two, linearly in the noise level.
     gap: str = "hold"
+    # Gaps are kept in the dtype of the tokens, or in 8 bits: less memory, and coarser.
+    gap_dtype: str = "tokens"
     sites: str = "block"
     # The longest run of blocks that one span covers; 0 is as long as the model allows.
     span: int = 0
@@ -188,6 +191,7 @@ class MergeConfig:
             ("merge", MERGES),
             ("unmerge", UNMERGES),
             ("gap", GAPS),
+            ("gap_dtype", GAP_DTYPES),
             ("sites", SITES),
             ("backend", BACKENDS),
         ):

@@ -413,7 +413,7 @@ class MergeState:
             ahead.fill_(self._steps_ahead(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
             if group.slot is not None and group.slot.merges:
-                memory.enter(size, turn, ahead, linear=linear)
+                memory.enter(size, turn, ahead, linear=linear, float8=self.config.gap_dtype == "float8")
 
     def _forget_gaps(self) -> None:
         """Give up gaps of sizes that the last two images did not have: two sizes may take turns."""
