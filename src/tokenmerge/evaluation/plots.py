@@ -50,14 +50,27 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     return paths
 
 
-def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+def new_plot(width: float = 6.4) -> tuple[Any, Any]:
+    """An empty figure, so many inches wide, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    crowded = len(styles) > _MOST_INSIDE
-    drawn = Figure(figsize=(8.6 if crowded else 6.4, 4.4), dpi=150, layout="constrained")
+    drawn = Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return drawn, axes
+
+
+def save_plot(drawn: Any, path: Path) -> None:
+    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+
+
+def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+    crowded = len(styles) > _MOST_INSIDE
+    drawn, axes = new_plot(8.6 if crowded else 6.4)
     timed = all(row.seconds for row in results.rows)
     ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
     several = len(ratios) > 1
@@ -91,12 +104,9 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         told = "numbers are ratios of tokens removed" if timed else "by ratio"
     drawn.suptitle(f"{metric.title}: {metric.meaning}; {told}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
-    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+    save_plot(drawn, path)
 
 
 def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:
