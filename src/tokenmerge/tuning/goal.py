@@ -59,9 +59,14 @@ class Goal:
             raise TokenMergeError(f"--speed-up is {self.speed_up:g}; it must be above 1, as in 1.5, and finite")
 
     def __str__(self) -> str:
+        return f"the {'fastest' if self.speed_up is None else f'least {self.metric.title}'} with {self.bound}"
+
+    @property
+    def bound(self) -> str:
+        """What meets the goal, for people."""
         if self.speed_up is not None:
-            return f"least {self.metric.title} at a speed-up of {self.speed_up:g}x or more"
-        return f"fastest with {self.metric.title} of {self.budget:g} or less"
+            return f"a speed-up of {self.speed_up:g}x or more"
+        return f"{self.metric.title} of {self.budget:g} or less and a speed-up above 1x"
 
     def met_by(self, point: Point) -> bool:
         """Within a budget a setting must also be worth it: faster than the unmerged model, which has no drift."""

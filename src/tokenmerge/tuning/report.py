@@ -83,7 +83,7 @@ class Outcome:
             return None
         way_out = "a larger --budget" if self.goal.speed_up is None else "a smaller --speed-up"
         return (
-            f"nothing that was tried is the {self.goal}; nearest, on held-out samples, comes "
+            f"nothing that was tried has {self.goal.bound}; nearest, on held-out samples, comes "
             f"{self.chosen.configuration.label} with {self.goal.told(self.chosen)}, kept in {NEAREST}; "
             f"try {way_out}, more --candidates, or a larger --size or --batch, where merging saves more"
         )
@@ -143,10 +143,10 @@ class Outcome:
         """What the chosen candidate was measured to do, and where."""
         chosen, baseline, share = self.chosen, self.final.baseline, self.final.share
         unseen = "that the search had not seen" if share.fresh else "with seeds that the search had not seen"
+        against = f"{chosen.seconds:.4g} s per picture against {baseline.seconds:.4g} s unmerged"
         return [
             f"Asked for: {self.goal}.",
-            f"On {share} {unseen}: {self.goal.told(chosen)}, {chosen.seconds:.4g} s per picture against "
-            f"{baseline.seconds:.4g} s unmerged.",
+            f"On {share} {unseen}: {self.goal.told(chosen)}, {against}.",
             f"{conditions(self.final.results)}; batches of {self.final.results.settings['batch']}.",
         ]
 

@@ -20,8 +20,9 @@ class Share:
         return len(self.prompts) * len(self.seeds)
 
     def __str__(self) -> str:
-        seeds = f" x {len(self.seeds)} seeds" if len(self.seeds) > 1 else ""
-        return f"{len(self.prompts)} prompts{seeds}"
+        prompts, seeds = len(self.prompts), len(self.seeds)
+        told = f"{prompts} prompt{'s' if prompts > 1 else ''}"
+        return f"{told} x {seeds} seeds" if seeds > 1 else told
 
 
 def shares(prompts: Sequence[str], counts: Sequence[int], seed: int) -> Iterator[Share]:

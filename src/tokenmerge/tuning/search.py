@@ -23,7 +23,7 @@ from ..evaluation.run import Task, evaluate
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
 from .goal import Goal, Point
-from .halving import rung_sizes, survivors
+from .halving import front, rung_sizes, survivors
 from .report import Outcome, Rung, write_outcome
 from .samples import Share, shares
 from .space import draw_candidates
@@ -81,7 +81,7 @@ class Search:
 def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") -> Outcome:
     """Search in the folder `out`, and write there the front, its plot and the preset that was found."""
     check_plots()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     base = load_preset(family_of(empty_denoiser(search.model)[0]).preset)
     # What writes the preset in the end must be there.
@@ -102,7 +102,8 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
                 kept = survivors(rung.points, rung.baseline, search.goal, sizes[place + 1])
                 configurations = [point.configuration for point in kept]
         bar.set_description("held out")
-        last = rungs[-1].points
+        # What another of the last rung dominates cannot succeed where that fails.
+        last = front(rungs[-1].points)
         tried: list[Rung] = []
         for point in (search.goal.best_first(last) or [search.goal.nearest(last)])[:_TRIES]:
             folder = out / "rungs" / f"held-out-{len(tried) + 1}"
