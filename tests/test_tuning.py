@@ -32,8 +32,8 @@ from tokenmerge.generate import Request, draw
 from tokenmerge.quality.metrics import BY_NAME
 from tokenmerge.quality.networks import Sources
 from tokenmerge.quality.statistics import Estimate
-from tokenmerge.tuning.goal import Goal, Point, read_goal
-from tokenmerge.tuning.halving import dominates, front, layers, rung_sizes, survivors
+from tokenmerge.tuning.goal import Budget, Point, SpeedUp, read_goal
+from tokenmerge.tuning.halving import front, layers, rung_sizes, survivors
 from tokenmerge.tuning.samples import shares
 from tokenmerge.tuning.search import Search, tune
 from tokenmerge.tuning.space import AXES, FIXED, draw_candidates, fits_regions
@@ -41,7 +41,7 @@ from tokenmerge.tuning.space import AXES, FIXED, draw_candidates, fits_regions
 MSE = BY_NAME["mse"]
 FAMILIES = {"dit": "tiny-flux", "unet": "tiny-sdxl"}
 # Of any drift: the fastest is wanted, and at this size ratio 0.75 saves a third of the time.
-BUDGET = Goal(MSE, budget=1e5)
+BUDGET = Budget(MSE, 1e5)
 SEARCH = Search(
     "tiny-flux",
     read_prompts(),
@@ -133,13 +133,18 @@ def test_numbers_of_candidates_that_cannot_be(count: int) -> None:
         draw_candidates(load_preset("dit"), count, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [((1, 1), (2, 2), True), ((1, 1), (1, 2), True), ((1, 1), (1, 1), False), ((1, 2), (2, 1), False)],
-)
-def test_domination(first: tuple[float, float], second: tuple[float, float], expected: bool) -> None:
-    assert dominates(point(*first), point(*second)) == expected
-    assert not dominates(point(*second), point(*first))
+def dominates(first: Point, second: Point) -> bool:
+    """Nowhere worse and somewhere better."""
+    ours, theirs = (first.seconds, first.drift.mean), (second.seconds, second.drift.mean)
+    return ours != theirs and ours[0] <= theirs[0] and ours[1] <= theirs[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_front_is_what_no_point_dominates(seed: int) -> None:
+    generator = Random(seed)
+    points = [point(generator.randint(1, 6), generator.randint(1, 6), str(number)) for number in range(15)]
+    expected = [one for one in points if not any(dominates(two, one) for two in points)]
+    assert sorted(labels(front(points))) == sorted(labels(expected))
 
 
 def test_layers_are_fronts_of_what_is_left() -> None:
@@ -159,7 +164,7 @@ def test_the_better_half_goes_on() -> None:
     fast, middle, slow = point(0.4, 90, "fast"), point(0.6, 40, "middle"), point(0.9, 5, "slow")
     worse, useless = point(0.7, 60, "worse"), point(1.2, 3, "useless")
     points = [useless, worse, slow, middle, fast]
-    within_50, thrice = Goal(MSE, budget=50), Goal(MSE, speed_up=2.4)
+    within_50, thrice = Budget(MSE, 50), SpeedUp(MSE, 2.4)
     assert labels(survivors(points, baseline, within_50, 5)) == ["middle", "fast", "slow", "worse", "useless"]
     assert labels(survivors(points, baseline, thrice, 3)) == ["fast", "middle", "slow"]
     # Just above the budget is nearer to its line, but what would be chosen stays.
@@ -174,15 +179,15 @@ def test_rungs_halve() -> None:
 
 def test_goals_choose() -> None:
     points = [point(0.5, 80), point(0.8, 20), point(0.9, 10), point(1.1, 1)]
-    budget, wish = Goal(MSE, budget=20), Goal(MSE, speed_up=1.2)
+    budget, wish = Budget(MSE, 20), SpeedUp(MSE, 1.2)
     assert budget.best_first(points) == [points[1], points[2]]
     assert wish.best_first(points) == [points[1], points[0]]
     assert budget.nearest(points) == wish.nearest(points) == points[1]
     # Slower than unmerged is within no budget, and nearest to none.
-    assert not Goal(MSE, budget=5).best_first(points)
-    assert Goal(MSE, budget=5).nearest(points) == points[2]
-    assert Goal(MSE, budget=5).nearest(points[3:]) == points[3]
-    assert Goal(MSE, speed_up=3).nearest(points) == points[0]
+    assert not Budget(MSE, 5).best_first(points)
+    assert Budget(MSE, 5).nearest(points) == points[2]
+    assert Budget(MSE, 5).nearest(points[3:]) == points[3]
+    assert SpeedUp(MSE, 3).nearest(points) == points[0]
     assert budget.bound == "MSE of 20 or less and a speed-up above 1x"
     assert budget.distance(points[0]) == pytest.approx(budget.distance(point(0.5, 5)))
     assert budget.distance(point(0.5, 0)) == float("inf")
@@ -190,9 +195,9 @@ def test_goals_choose() -> None:
 
 def test_goals_as_typed(tmp_path: Path) -> None:
     sources = Sources(write_networks(tmp_path))
-    assert read_goal("mse=50", None, None, sources) == Goal(MSE, budget=50)
-    assert read_goal("50", None, "mse", sources) == Goal(MSE, budget=50)
-    assert read_goal(None, 1.5, None, sources) == Goal(BY_NAME["lpips"], speed_up=1.5)
+    assert read_goal("mse=50", None, None, sources) == Budget(MSE, 50)
+    assert read_goal("50", None, "mse", sources) == Budget(MSE, 50)
+    assert read_goal(None, 1.5, None, sources) == SpeedUp(BY_NAME["lpips"], 1.5)
     assert read_goal("0.1", None, None, sources).metric.name == "lpips"
 
 

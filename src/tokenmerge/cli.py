@@ -230,6 +230,7 @@ def _add_tune(commands: Any) -> None:
     add("--out", default="tuning", metavar="FOLDER", help="for all files (default: %(default)s)")
     add("--resume", action="store_true", help="go on with what is in --out")
     add("--json", action="store_true", help="print JSON instead of a table")
+    # CLIP judges a picture by its prompt, which is no drift.
     parser.set_defaults(run=_tune, clip=None)
 
 

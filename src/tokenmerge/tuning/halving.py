@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from .goal import Goal, Point
 
 
-def dominates(first: Point, second: Point) -> bool:
-    """Whether `first` is nowhere worse and somewhere better."""
-    ours, theirs = (first.seconds, first.drift.mean), (second.seconds, second.drift.mean)
-    return ours != theirs and all(one <= two for one, two in zip(ours, theirs, strict=True))
-
-
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other dominates, fastest first."""
-    kept = [point for point in points if not any(dominates(other, point) for other in points)]
-    return sorted(kept, key=lambda point: (point.seconds, point.configuration.label))
+    """The points that no other dominates, fastest first: none is nowhere worse than such a point and somewhere
+    better."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (*_place(point), point.configuration.label)):
+        if not kept or point.drift.mean < kept[-1].drift.mean or _place(point) == _place(kept[-1]):
+            kept.append(point)
+    return kept
+
+
+def _place(point: Point) -> tuple[float, float]:
+    return point.seconds, point.drift.mean
 
 
 def layers(points: Sequence[Point]) -> list[list[Point]]:
     """The front, the front of what is left without it, and so on."""
     left, found = list(points), []
     while left:
-        first = front(left)
-        found.append(first)
-        left = [point for point in left if point not in first]
+        found.append(front(left))
+        taken = {point.configuration.label for point in found[-1]}
+        left = [point for point in left if point.configuration.label not in taken]
     return found
 
 

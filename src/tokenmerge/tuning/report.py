@@ -18,7 +18,7 @@ from ..evaluation.results import Results
 from ..evaluation.table import conditions, figure
 from ..files import write_text
 from ..tables import markdown, table
-from .goal import Goal, Point
+from .goal import Budget, Goal, Point
 from .halving import front
 from .samples import Share
 
@@ -81,22 +81,17 @@ class Outcome:
         """If the goal was not reached: what came nearest, and the way out."""
         if self.reached:
             return None
-        way_out = "a larger --budget" if self.goal.speed_up is None else "a smaller --speed-up"
         return (
             f"nothing that was tried has {self.goal.bound}; nearest, on held-out samples, comes "
             f"{self.chosen.configuration.label} with {self.goal.told(self.chosen)}, kept in {NEAREST}; "
-            f"try {way_out}, more --candidates, or a larger --size or --batch, where merging saves more"
+            f"try {self.goal.easier}, more --candidates, or a larger --size or --batch, where merging saves more"
         )
 
     def to_dict(self) -> Any:
         settings = {name: value for name, value in self.final.results.settings.items() if name in _SETTINGS}
         return finite(
             {
-                "goal": {
-                    "metric": self.goal.metric.name,
-                    "budget": self.goal.budget,
-                    "speed_up": self.goal.speed_up,
-                },
+                "goal": self.goal.to_dict(),
                 "settings": settings,
                 "reached": self.reached,
                 "chosen": self.chosen.to_dict(),
@@ -202,10 +197,8 @@ def _write_plot(outcome: Outcome, path: Path) -> None:
         label=f"{'chosen' if outcome.reached else 'nearest'}, held out",
     )
     line = {"color": "#009E73", "linestyle": "--", "linewidth": 1}
-    if goal.speed_up is None:
-        axes.axhline(goal.budget, label="budget", **line)
-    else:
-        axes.axvline(goal.speed_up, label="wished", **line)
+    draw_line = axes.axhline if isinstance(goal, Budget) else axes.axvline
+    draw_line(goal.value, label="asked for", **line)
     # Intervals of few prompts would press all points together, and may leave the plot.
     axes.set_ylim(0.0, 1.15 * max(point.drift.mean for point in (*seen.values(), chosen)) or 1.0)
     axes.set_xlabel("speed-up over the unmerged model")

@@ -89,15 +89,16 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     configurations = list(draw_candidates(base, search.candidates, search.seed))
     sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
-    samples = shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed)
-    pictures = sum((size + 1) * count for size, count in zip(sizes, counts, strict=True)) + 4 * counts[-1]
+    drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
+    samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
+    pictures = [(size + 1) * share.count for size, share in zip(sizes, samples, strict=True)]
     rungs: list[Rung] = []
-    with _progress(pictures) as bar:
-        for place in range(search.rungs):
+    with _progress(sum(pictures) + 2 * held_out[0].count) as bar:
+        for place, share in enumerate(samples):
             bar.set_description(f"rung {place + 1} of {search.rungs}")
-            rung = _measure(search, configurations, next(samples), out / "rungs" / str(place + 1), resume)
+            rung = _measure(search, configurations, share, out / "rungs" / str(place + 1), resume)
             rungs.append(rung)
-            bar.update((sizes[place] + 1) * counts[place])
+            bar.update(pictures[place])
             if place + 1 < search.rungs:
                 kept = survivors(rung.points, rung.baseline, search.goal, sizes[place + 1])
                 configurations = [point.configuration for point in kept]
@@ -105,10 +106,13 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
         # What another of the last rung dominates cannot succeed where that fails.
         last = front(rungs[-1].points)
         tried: list[Rung] = []
-        for point in (search.goal.best_first(last) or [search.goal.nearest(last)])[:_TRIES]:
-            folder = out / "rungs" / f"held-out-{len(tried) + 1}"
-            tried.append(_measure(search, [point.configuration], next(samples), folder, resume))
-            bar.update(4 * counts[-1] if len(tried) == 1 else 0)
+        choices = search.goal.best_first(last) or [search.goal.nearest(last)]
+        for place, (point, share) in enumerate(zip(choices, held_out, strict=False)):
+            folder = out / "rungs" / f"held-out-{place + 1}"
+            tried.append(_measure(search, [point.configuration], share, folder, resume))
+            # How many there will be is not known before.
+            bar.total = max(bar.total, bar.n + 2 * share.count)
+            bar.update(2 * share.count)
             if search.goal.met_by(tried[-1].points[0]):
                 break
     outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command)
