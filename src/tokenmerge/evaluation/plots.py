@@ -21,6 +21,9 @@ _MARKERS = "osD^vPX"
 _LINES = ("-", "--", ":")
 # A longer legend would hide points, and goes beside the plot.
 _MOST_INSIDE = 5
+# More or longer entries would leave no place for the plot itself.
+_MOST_BESIDE = 24
+_LONGEST_ENTRY = 60
 
 
 def check_plots() -> None:
@@ -74,6 +77,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     timed = all(row.seconds for row in results.rows)
     ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
     several = len(ratios) > 1
+    entries = dict(zip(styles, _entries(list(styles)), strict=True))
     for name, style in styles.items():
         rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
         rows.sort(key=lambda row: row.configuration.config.ratio)
@@ -82,7 +86,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
-        axes.errorbar(across, up, yerr=spread, label=name, capsize=3, elinewidth=0.8, markersize=6, **style)
+        axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
             if timed and several:
                 axes.annotate(
@@ -107,6 +111,17 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
     save_plot(drawn, path)
+
+
+def _entries(names: list[str]) -> list[str]:
+    """What a legend calls each of `names`: long ones are cut, and of too many the last stay without, which the one
+    before them tells."""
+    entries = [name if len(name) <= _LONGEST_ENTRY else f"{name[: _LONGEST_ENTRY - 4]} ..." for name in names]
+    left = len(names) - _MOST_BESIDE
+    if left > 0:
+        # matplotlib leaves out what begins with an underscore.
+        entries[_MOST_BESIDE - 1 :] = [f"and {left + 1} more", *["_"] * left]
+    return entries
 
 
 def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:
