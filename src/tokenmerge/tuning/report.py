@@ -114,12 +114,14 @@ class Outcome:
         return f"Front of the {len(last.points)} candidates of rung {len(self.rungs)}, on {last.share}:"
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        header = ["configuration", "s / picture", "speed-up", self.goal.metric.title]
+        # The longest last: it may wrap without harm.
+        header = ["", "speed-up", "s / picture", self.goal.metric.title, "configuration"]
         rows = []
         for point in self.front:
-            mark = " *" if point.configuration == self.chosen.configuration else ""
+            mark = "*" if point.configuration == self.chosen.configuration else ""
             drift = figure(self.goal.metric, point.drift)
-            rows.append([point.configuration.label + mark, f"{point.seconds:.4g}", f"{point.speed_up:.2f}x", drift])
+            speed = [f"{point.speed_up:.2f}x", f"{point.seconds:.4g}"]
+            rows.append([mark, *speed, drift, point.configuration.label])
         return header, rows
 
     def _notes(self) -> list[str]:
