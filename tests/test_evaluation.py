@@ -562,6 +562,16 @@ def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     assert results.rows[1].estimates["mse"].mean > 0
 
 
+def test_plots_stay_readable_with_many_and_long_names(
+    networks: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    many = tuple(f"{'long ' * 40}{number}@default:ratio={number / 100}" for number in range(30, 60))
+    evaluate(replace(task(networks, metrics=("mse",), repeats=0), configurations=many, prompts=PROMPTS[:1]), tmp_path)
+    assert (tmp_path / "plots" / "mse.png").is_file()
+    # matplotlib warns where no place is left for the plot itself.
+    assert not [str(item.message) for item in recwarn if "layout" in str(item.message)]
+
+
 def test_missing_networks_are_named_in_every_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], networks: Path
 ) -> None:

@@ -16,6 +16,7 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     ["__init__"],
+    ["tuning"],
     ["evaluation"],
     ["generate", "bench"],
     ["api"],

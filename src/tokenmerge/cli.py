@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_reproduce(commands)
     _add_metrics(commands)
+    _add_tune(commands)
 
     listing = commands.add_parser("presets", help="list the named presets")
     listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -195,6 +196,42 @@ def _add_metrics(commands: Any) -> None:
     _add_prompt_options(parser)
     _add_metric_options(parser)
     parser.set_defaults(run=_metrics)
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="search settings for a budget of drift or a wished speed-up, and write them as a preset",
+        description="Draw candidates from the settings of merging, measure them by time and drift on ever more "
+        "prompts, of which the better half goes on, and write the one that meets the goal on held-out prompts as "
+        "preset.yaml. Everything is kept as it is made; --resume goes on after an interruption.",
+    )
+    add = parser.add_argument
+    add("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    add("--budget", metavar="NAME=N", help="the most drift, as in lpips=0.1 or mse=100: find the fastest within it")
+    add("--speed-up", type=float, metavar="N", help="wished, as in 1.5: find the least drift at it")
+    add("--metric", metavar="NAME", help="of drift: lpips, mse or dino (default: lpips)")
+    _add_prompt_options(parser, default="flowers")
+    add("--candidates", type=int, default=24, metavar="N", help="to begin with (default: %(default)s)")
+    add("--rungs", type=int, default=3, metavar="N", help="halvings, and one (default: %(default)s)")
+    add("--number", type=int, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
+    add("--seed", type=int, default=0, metavar="N", help="of candidates and pictures (default: %(default)s)")
+    add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
+    add("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
+    add("--size", metavar="WxH", help="pixels (default: the model's)")
+    add("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
+    add("--networks", metavar="FOLDER", help="that holds networks which judge pictures")
+    add("--dino", metavar="NAME", help="folder or hub id of a DINO model")
+    add("--device", help="cuda, mps or cpu (default: the best there is)")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)")
+    add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
+    add("--compile", action="store_true", help="compile the transformer blocks")
+    add("--out", default="tuning", metavar="FOLDER", help="for all files (default: %(default)s)")
+    add("--resume", action="store_true", help="go on with what is in --out")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    # CLIP judges a picture by its prompt, which is no drift.
+    parser.set_defaults(run=_tune, clip=None)
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -364,6 +401,27 @@ def _metrics(options: argparse.Namespace) -> None:
         threads=options.threads,
     )
     print(json.dumps(comparison.to_dict(), indent=2) if options.json else comparison)
+
+
+def _tune(options: argparse.Namespace) -> None:
+    from .evaluation.prompts import read_prompts
+    from .tuning.goal import read_goal
+    from .tuning.search import Search, tune
+
+    sources = _sources(options)
+    names = ("model", "candidates", "rungs", "number", "seed", "steps", "guidance", "size", "batch", "repeats")
+    search = Search(
+        prompts=read_prompts(options.prompts, column=options.column, template=options.template),
+        goal=read_goal(options.budget, options.speed_up, options.metric, sources),
+        sources=sources,
+        **{name: getattr(options, name) for name in (*names, "threads", "device", "dtype", "compile")},
+    )
+    outcome = tune(search, Path(options.out), resume=options.resume, command=options.command)
+    print(
+        json.dumps(outcome.to_dict(), indent=2) if options.json else f"{outcome}\n\n{Path(options.out, outcome.file)}"
+    )
+    if (shortfall := outcome.shortfall()) is not None:
+        raise TokenMergeError(shortfall)
 
 
 def _sources(options: argparse.Namespace) -> Any:

@@ -53,11 +53,14 @@ class Configuration:
 
 
 def read_configurations(
-    texts: Sequence[str], ratios: Sequence[float] | None, family_preset: str
+    asked: Sequence[str | Configuration], ratios: Sequence[float] | None, family_preset: str
 ) -> tuple[Configuration, ...]:
     """The baseline first, then what was asked for, in order; where a text gives no ratio, once for each of `ratios`."""
     made = [Configuration(BASELINE, load_preset(BASELINE))]
-    for text in texts:
+    for text in asked:
+        if isinstance(text, Configuration):
+            made.append(text)
+            continue
         name, typed = _named(text)
         head, changes = _split(typed)
         base = _base(head, family_preset).replace(**changes)

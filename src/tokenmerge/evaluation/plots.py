@@ -21,6 +21,9 @@ _MARKERS = "osD^vPX"
 _LINES = ("-", "--", ":")
 # A longer legend would hide points, and goes beside the plot.
 _MOST_INSIDE = 5
+# More or longer entries would leave no place for the plot itself.
+_MOST_BESIDE = 24
+_LONGEST_ENTRY = 60
 
 
 def check_plots() -> None:
@@ -50,17 +53,31 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     return paths
 
 
-def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+def new_plot(width: float = 6.4) -> tuple[Any, Any]:
+    """An empty figure, so many inches wide, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    crowded = len(styles) > _MOST_INSIDE
-    drawn = Figure(figsize=(8.6 if crowded else 6.4, 4.4), dpi=150, layout="constrained")
+    drawn = Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return drawn, axes
+
+
+def save_plot(drawn: Any, path: Path) -> None:
+    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+
+
+def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+    crowded = len(styles) > _MOST_INSIDE
+    drawn, axes = new_plot(8.6 if crowded else 6.4)
     timed = all(row.seconds for row in results.rows)
     ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
     several = len(ratios) > 1
+    entries = dict(zip(styles, _entries(list(styles)), strict=True))
     for name, style in styles.items():
         rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
         rows.sort(key=lambda row: row.configuration.config.ratio)
@@ -69,7 +86,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
-        axes.errorbar(across, up, yerr=spread, label=name, capsize=3, elinewidth=0.8, markersize=6, **style)
+        axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
             if timed and several:
                 axes.annotate(
@@ -91,12 +108,20 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         told = "numbers are ratios of tokens removed" if timed else "by ratio"
     drawn.suptitle(f"{metric.title}: {metric.meaning}; {told}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
-    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+    save_plot(drawn, path)
+
+
+def _entries(names: list[str]) -> list[str]:
+    """What a legend calls each of `names`: long ones are cut, and of too many the last stay without, which the one
+    before them tells."""
+    entries = [name if len(name) <= _LONGEST_ENTRY else f"{name[: _LONGEST_ENTRY - 4]} ..." for name in names]
+    left = len(names) - _MOST_BESIDE
+    if left > 0:
+        # matplotlib leaves out what begins with an underscore.
+        entries[_MOST_BESIDE - 1 :] = [f"and {left + 1} more", *["_"] * left]
+    return entries
 
 
 def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:

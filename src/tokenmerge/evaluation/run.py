@@ -48,7 +48,7 @@ class Task:
     """What was asked for."""
 
     model: str
-    configurations: Sequence[str]
+    configurations: Sequence[str | Configuration]
     prompts: Sequence[str]
     seeds: Sequence[int] = (0,)
     ratios: Sequence[float] | None = None

@@ -1,0 +1,95 @@
+"""The settings that are searched, and candidates drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+from ..config import GAPS, MergeConfig, Schedule, TokenMergeError
+from ..evaluation.configurations import Configuration
+
+Changes = Mapping[str, Any]
+
+_EVEN: Changes = {"block_ratios": None, "step_ratios": None}
+_HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
+
+# A candidate takes one entry of every axis. Fields that only make sense together share an axis, so that no combination
+# is without meaning: between hard clusters the pseudo-inverse is the transpose, and soft ones need it.
+AXES: dict[str, tuple[Changes, ...]] = {
+    "amount": (
+        *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.375, 0.5, 0.625, 0.75)),
+        *({**_EVEN, "block_ratios": ratios} for ratios in ((0.25, 0.5), (0.25, 0.75), (0.5, 0.75))),
+    ),
+    "regions": tuple({"regions": f"tile:{side}x{side}", "merge_regions": None} for side in (2, 4, 8)),
+    "maps": (
+        {"merge": "mean", **_HARD},
+        {"merge": "pick", **_HARD},
+        {"merge": "mean", "unmerge": "pinv", "temperature": 0.05},
+    ),
+    "anchors": (
+        {"anchor_every": 0, "gap": "hold"},
+        *({"anchor_every": every, "gap": gap} for every in (2, 3, 5) for gap in GAPS),
+    ),
+    "refresh": (
+        {"destinations_every": 10, "weights_every": 5},
+        {"destinations_every": 1, "weights_every": 1},
+    ),
+    "start": tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3)),
+    "skip_first": tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375)),
+}
+# Always among the candidates, as changes of the family's preset: what a user would try first.
+FIXED: tuple[Changes, ...] = (
+    *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.5, 0.75)),
+    {"ratio": 0.5, **_EVEN, "anchor_every": 3},
+    {"ratio": 0.75, **_EVEN, "anchor_every": 3},
+    {"ratio": 0.75, **_EVEN, "anchor_every": 5, "merge": "pick", **_HARD},
+)
+# Far fewer than the axes have combinations, so that drawing new ones stays easy.
+MOST = 1000
+
+
+def draw_candidates(base: MergeConfig, count: int, seed: int) -> tuple[Configuration, ...]:
+    """`count` different candidates: the fixed ones, then ones drawn from `AXES` by a generator of its own.
+
+    base: the preset of the model's family, which gives all fields that no axis has.
+    """
+    if not len(FIXED) <= count <= MOST:
+        raise TokenMergeError(
+            f"--candidates is {count}; it must be {len(FIXED)}, which are always tried, to {MOST} or less"
+        )
+    configs = dict.fromkeys(base.replace(**changes) for changes in FIXED)
+    generator = Random(seed)
+    while len(configs) < count:
+        changes: dict[str, Any] = {}
+        for axis in AXES.values():
+            changes |= generator.choice(axis)
+        config = base.replace(**changes)
+        if fits_regions(config):
+            configs[config] = None
+    return tuple(Configuration(label(config, base), config) for config in configs)
+
+
+def fits_regions(config: MergeConfig) -> bool:
+    """Whether regions can remove exactly what is asked; else the candidate would be another one in disguise."""
+    height, width = config.select_in.tile or (1, 1)
+    return all((ratio * height * width).is_integer() for ratio in config.ratios)
+
+
+def label(config: MergeConfig, base: MergeConfig) -> str:
+    """A config by how it differs from the family's preset, as `tokenmerge eval --configs` reads it."""
+    names = [item.name for item in fields(MergeConfig) if item.name != "schedule"]
+    changed = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
+    for item in fields(Schedule):
+        value = getattr(config.schedule, item.name)
+        if value != getattr(base.schedule, item.name):
+            changed[item.name] = value
+    told = ",".join(f"{name}={_typed(value)}" for name, value in changed.items())
+    return f"default:{told}" if told else "default"
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{part:g}" for part in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
