@@ -18,6 +18,7 @@ Everything slow is kept in --cache, in pieces, so a stopped run goes on where it
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,7 +115,7 @@ class Evaluation:
     def features(self, images: Tensor) -> np.ndarray:
         """uint8 [n, 3, h, w] -> fp32 [n, 2048]."""
         self._inception = self._inception or Inception(self.args.inception, torch.device(self.args.device))
-        return vectors(self._inception, images)
+        return torch.cat([self._inception.of_many(part) for part in images.split(self.args.batch)]).numpy()
 
     def real(self) -> Tensor:
         """All photographs at 256 px, uint8."""
@@ -138,7 +139,10 @@ class Evaluation:
             vae.to(self.pipe.dtype)
             return self.features(torch.cat(parts))
 
-        return cached(self.cache / "reconstructed_inception.npy", compute)
+        # Models may share an autoencoder.
+        weights = (self.args.model / "vae" / "diffusion_pytorch_model.safetensors").read_bytes()
+        name = f"reconstructed_inception_{hashlib.sha256(weights).hexdigest()[:12]}.npy"
+        return cached(self.args.cache / name, compute)
 
     def generated(self) -> Tensor:
         """The generated images, uint8 [count, 3, 256, 256], kept in pieces of --piece images."""

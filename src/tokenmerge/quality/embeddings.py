@@ -45,11 +45,15 @@ class Inception:
         self._device = device
 
     def __call__(self, picture: Tensor) -> Tensor:
-        pixels = picture.to(self._device).permute(2, 0, 1)[None].float()
+        return self.of_many(picture.permute(2, 0, 1)[None])[0]
+
+    def of_many(self, pictures: Tensor) -> Tensor:
+        """uint8 [n, 3, H, W] to [n, 2048], at once: for thousands, where rounding does not matter."""
+        pixels = pictures.to(self._device).float()
         # Without it the first calls run other code than those after them.
         with exactly(), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             features = self._network((_resized_from_corner(pixels, _INCEPTION_SIDE) - 128) / 128)
-        return features[0].float().cpu()
+        return features.float().cpu()
 
 
 def _resized_from_corner(pixels: Tensor, side: int) -> Tensor:
