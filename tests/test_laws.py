@@ -23,7 +23,7 @@ from tokenmerge.grid import (
     split_regions,
 )
 from tokenmerge.mergemap import MergeMap
-from tokenmerge.methods import method_for
+from tokenmerge.methods import Given, method_for
 from tokenmerge.ops import reference
 from tokenmerge.state import DenoiserCall, MergeState, refresh
 
@@ -64,8 +64,9 @@ def tokens(draw: st.DrawFn, count: int, kinds: tuple[str, ...] = KINDS, batch: i
 def make_map(values: Tensor, grid: TokenGrid, config: MergeConfig, shared: bool = False) -> MergeMap:
     partition = partition_grids((grid,), config)
     method, generator = method_for(config), torch.Generator().manual_seed(config.seed)
-    destinations = method.select(values, partition, config, reference, generator, shared=shared)
-    merge, unmerge = method.weigh(values, destinations, partition, config, reference, generator)
+    given = Given(values, partition, config, generator, shared)
+    destinations = method.select(given)
+    merge, unmerge = method.weigh(given, destinations)
     merge_map = MergeMap.empty(
         partition.layout,
         reference,

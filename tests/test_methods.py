@@ -24,7 +24,7 @@ from tokenmerge import MergeConfig, TokenMergeError
 from tokenmerge.clustermap import RULES, ClusterMap
 from tokenmerge.config import METHODS
 from tokenmerge.grid import TokenGrid
-from tokenmerge.methods import method_for
+from tokenmerge.methods import Given, method_for
 from tokenmerge.methods.bipartite import match, split_cells
 from tokenmerge.ops import reference
 from traces import attributes, same
@@ -490,7 +490,7 @@ def filled_map(config: MergeConfig, tokens: Tensor, grid: TokenGrid) -> Any:
     merge_map = method.empty_map(
         partition.layout, reference, config, len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device
     )
-    method.renew(merge_map, "select", tokens, partition, config, torch.Generator(), shared=False)
+    method.renew(merge_map, "select", Given(tokens, partition, config, torch.Generator(), shared=False))
     return merge_map
 
 

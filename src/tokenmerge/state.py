@@ -21,7 +21,7 @@ from .config import MergeConfig, TokenMergeError
 from .gaps import GapMemory, GapSize
 from .grid import Partition, TokenGrid
 from .mergemap import MergeMap
-from .methods import Method, method_for
+from .methods import Given, Method, method_for
 from .ops import backend_for
 from .watch import watch
 
@@ -294,9 +294,8 @@ class MergeGroup:
             if due.phase != "reuse":
                 # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
                 with torch.autocast(tokens.device.type, enabled=False):
-                    self._method.renew(
-                        merge_map, due.phase, tokens, self.partition, self._config, self._generator, shared=self.shared
-                    )
+                    given = Given(tokens, self.partition, self._config, self._generator, self.shared, ops)
+                    self._method.renew(merge_map, due.phase, given)
         if tables and (again or not due.rotary_done):
             due.rotary_done += 1
             if self._rotary_is_due(due):

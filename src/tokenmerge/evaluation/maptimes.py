@@ -13,7 +13,7 @@ from ..files import write_text
 from ..generate import best_device
 from ..grid import TokenGrid
 from ..measure import Stopwatch, environment
-from ..methods import method_for
+from ..methods import Given, method_for
 from ..ops import backend_for
 from ..tables import markdown
 from .finding import Finding
@@ -65,7 +65,7 @@ def _time(config: MergeConfig, grid: TokenGrid, tokens: torch.Tensor, repeats: i
     generator = torch.Generator().manual_seed(0)
 
     def renew(phase: str) -> None:
-        method.renew(merge_map, phase, tokens, partition, config, generator, shared=False)
+        method.renew(merge_map, phase, Given(tokens, partition, config, generator, shared=False, ops=ops))
 
     renew("select")
     merged = merge_map.merge(tokens)

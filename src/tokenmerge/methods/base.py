@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, Generic, TypeVar
 
@@ -13,8 +14,26 @@ from ..clustermap import ClusterMap
 from ..config import SITES, MergeConfig, TokenMergeError
 from ..grid import Layout, Partition, TokenGrid, layout_for, partition_grids
 from ..mergemap import MergeMap
+from ..ops import reference
 
 Map = TypeVar("Map", MergeMap, ClusterMap)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a map is made from."""
+
+    tokens: Tensor  # [B, N, C]
+    partition: Partition
+    config: MergeConfig  # settled
+    generator: torch.Generator
+    shared: bool  # whether the samples of a batch must have the same destinations
+    ops: ModuleType = reference
+
+    @property
+    def samples(self) -> int:
+        """Of destinations: one for all, or one for each of the batch."""
+        return 1 if self.shared else self.tokens.shape[0]
 
 
 class Method(ABC, Generic[Map]):
@@ -61,18 +80,8 @@ class Method(ABC, Generic[Map]):
         """A map over the `tensors` of another one."""
 
     @abstractmethod
-    def renew(
-        self,
-        merge_map: Map,
-        phase: str,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> None:
-        """Fill a map in place from tokens [B, N, C]: all of it in phase "select", all but destinations in "reweigh"."""
+    def renew(self, merge_map: Map, phase: str, given: Given) -> None:
+        """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
 
     @abstractmethod
     def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
@@ -84,28 +93,11 @@ class LinearMethod(Method[MergeMap]):
     """Destinations and weights by region: merging and unmerging are matrix products."""
 
     @abstractmethod
-    def select(
-        self,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> Tensor:
-        """Destinations [S, R, k] of tokens [B, N, C], as row-major indices by selection region; S is 1 if `shared`."""
+    def select(self, given: Given) -> Tensor:
+        """Destinations [S, R, k], as row-major indices by selection region; S is `given.samples`."""
 
     @abstractmethod
-    def weigh(
-        self,
-        tokens: Tensor,
-        destinations: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region; both have rows of sum 1."""
 
     def making(self, layout: Layout, width: int, config: MergeConfig) -> float:
@@ -130,24 +122,13 @@ class LinearMethod(Method[MergeMap]):
     def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
         return MergeMap.over(layout, ops, tensors)
 
-    def renew(
-        self,
-        merge_map: MergeMap,
-        phase: str,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> None:
-        layout, ops = merge_map.layout, merge_map.ops
+    def renew(self, merge_map: MergeMap, phase: str, given: Given) -> None:
+        layout = merge_map.layout
         if phase == "select":
-            destinations = self.select(tokens, partition, config, ops, generator, shared=shared)
+            destinations = self.select(given)
         else:
             destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
-        merge, unmerge = self.weigh(tokens, destinations, partition, config, ops, generator)
-        merge_map.fill(partition, destinations, merge, unmerge)
+        merge_map.fill(given.partition, destinations, *self.weigh(given, destinations))
 
     def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
         return self.making(layout, width, config) + 2 * merges * layout.tokens * layout.merge_count * width

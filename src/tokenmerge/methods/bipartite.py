@@ -15,7 +15,7 @@ from torch import Tensor
 from ..clustermap import ClusterMap
 from ..config import MergeConfig, TokenMergeError
 from ..grid import Layout, Partition, TokenGrid
-from .base import ClusterMethod
+from .base import ClusterMethod, Given
 
 _SIDE = 2
 # Destinations are never removed.
@@ -68,22 +68,13 @@ class Bipartite(ClusterMethod):
             description = f"{_SIDE}x{_SIDE} cells, random tokens (top left in odd batches)"
         return Partition(self.layout(grid.count, config), None, None, description, grids)
 
-    def renew(
-        self,
-        merge_map: ClusterMap,
-        phase: str,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> None:
+    def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
         # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:
         # like the package, take no random one then.
-        drawn = generator if config.selection == "random" and tokens.shape[0] % 2 == 0 else None
+        tokens, partition = given.tokens, given.partition
+        drawn = given.generator if given.config.selection == "random" and tokens.shape[0] % 2 == 0 else None
         destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
-        merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=shared))
+        merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=given.shared))
 
     def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
         """Similarities of all pairs; sums and copies multiply nothing."""

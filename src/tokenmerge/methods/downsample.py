@@ -7,7 +7,6 @@ divide a grid they are ragged, like any tile.
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from ..clustermap import ClusterMap
 from ..config import MergeConfig, TokenMergeError
-from ..grid import Layout, Partition
-from .base import ClusterMethod, LinearMethod
+from ..grid import Layout
+from .base import ClusterMethod, Given, LinearMethod
 
 # So that 0.667 may be written for two thirds.
 _TOLERANCE = 0.01
@@ -43,10 +42,11 @@ def _runs(layout: Layout) -> tuple[list[int], list[int]]:
     return [token * count // size for token in range(size)], [-(-run * size // count) for run in range(count)]
 
 
-def _regions(partition: Partition, device: torch.device) -> Tensor:
+def _regions(given: Given) -> Tensor:
     """Token indices [R, n] by region."""
-    layout = partition.layout
-    order = torch.arange(layout.tokens, device=device) if partition.order is None else partition.order
+    layout, order = given.partition.layout, given.partition.order
+    if order is None:
+        order = torch.arange(layout.tokens, device=given.tokens.device)
     return order.view(layout.select_regions, layout.select_size)
 
 
@@ -61,31 +61,14 @@ class Pool(LinearMethod):
     def needs_host(self, config: MergeConfig) -> bool:
         return True
 
-    def select(
-        self,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> Tensor:
+    def select(self, given: Given) -> Tensor:
         """The first token of every cell."""
-        _, firsts = _runs(partition.layout)
-        return _regions(partition, tokens.device)[:, firsts].expand(1 if shared else tokens.shape[0], -1, -1)
+        _, firsts = _runs(given.partition.layout)
+        return _regions(given)[:, firsts].expand(given.samples, -1, -1)
 
-    def weigh(
-        self,
-        tokens: Tensor,
-        destinations: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """Every token belongs to its cell alone; all tokens of a cell weigh the same."""
-        layout = partition.layout
+        tokens, layout = given.tokens, given.partition.layout
         runs, _ = _runs(layout)
         members = F.one_hot(torch.tensor(runs, device=tokens.device), layout.select_count)
         unmerge = members.to(tokens.dtype).expand(tokens.shape[0], layout.merge_regions, -1, -1)
@@ -108,24 +91,14 @@ class ToDo(ClusterMethod):
     def needs_host(self, config: MergeConfig) -> bool:
         return True
 
-    def renew(
-        self,
-        merge_map: ClusterMap,
-        phase: str,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> None:
-        layout = partition.layout
-        regions = _regions(partition, tokens.device)
+    def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
+        layout, device = given.partition.layout, given.tokens.device
+        regions = _regions(given)
         runs, firsts = _runs(layout)
         others = sorted(set(range(layout.select_size)) - set(firsts))
-        places = torch.empty(layout.tokens, dtype=torch.int64, device=tokens.device)
-        first_places = torch.arange(layout.select_regions, device=tokens.device)[:, None] * layout.select_count
-        places[regions] = first_places + torch.tensor(runs, device=tokens.device)
+        places = torch.empty(layout.tokens, dtype=torch.int64, device=device)
+        first_places = torch.arange(layout.select_regions, device=device)[:, None] * layout.select_count
+        places[regions] = first_places + torch.tensor(runs, device=device)
         merge_map.fill(regions[:, firsts].reshape(1, -1), regions[:, others].reshape(1, -1), places)
 
     def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from ..config import MergeConfig
-from ..grid import Partition
-from .base import LinearMethod
+from .base import Given, LinearMethod
 
 
 class LowerBound(LinearMethod):
@@ -18,33 +15,15 @@ class LowerBound(LinearMethod):
     def needs_host(self, config: MergeConfig) -> bool:
         return True
 
-    def select(
-        self,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> Tensor:
+    def select(self, given: Given) -> Tensor:
         """Evenly spaced destinations, so that rotary tables have something to follow."""
-        layout = partition.layout
-        return ops.select(
-            tokens, partition.order, layout.select_regions, layout.select_count, selection="uniform", shared=shared
-        )
+        layout = given.partition.layout
+        counts = (layout.select_regions, layout.select_count)
+        return given.ops.select(given.tokens, given.partition.order, *counts, selection="uniform", shared=given.shared)
 
-    def weigh(
-        self,
-        tokens: Tensor,
-        destinations: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """The same random map for every sample, with rows of sum 1 in both directions."""
-        layout = partition.layout
+        tokens, layout, generator = given.tokens, given.partition.layout, given.generator
         shape = (layout.merge_regions, layout.merge_count, layout.merge_size)
         raw = torch.rand(shape, generator=generator, device=generator.device).to(tokens.device)
         merge = raw / raw.sum(-1, keepdim=True)

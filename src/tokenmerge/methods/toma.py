@@ -5,14 +5,11 @@ The controls `random` and `uniform` are the same with destinations that do not l
 
 from __future__ import annotations
 
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
 from ..config import SELECTIONS, MergeConfig
-from ..grid import Layout, Partition
-from .base import LinearMethod
+from ..grid import Layout
+from .base import Given, LinearMethod
 
 
 class Toma(LinearMethod):
@@ -22,47 +19,31 @@ class Toma(LinearMethod):
     def needs_host(self, config: MergeConfig) -> bool:
         return config.selection in ("random", "stochastic")
 
-    def select(
-        self,
-        tokens: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-        *,
-        shared: bool,
-    ) -> Tensor:
+    def select(self, given: Given) -> Tensor:
         """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""
-        layout = partition.layout
-        return ops.select(
-            tokens,
-            partition.order,
+        layout, config = given.partition.layout, given.config
+        return given.ops.select(
+            given.tokens,
+            given.partition.order,
             layout.select_regions,
             layout.select_count,
             selection=config.selection,
             similarity=config.similarity,
-            shared=shared,
-            generator=generator,
+            shared=given.shared,
+            generator=given.generator,
         )
 
-    def weigh(
-        self,
-        tokens: Tensor,
-        destinations: Tensor,
-        partition: Partition,
-        config: MergeConfig,
-        ops: ModuleType,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """Weights between tokens and the destinations of their merging region (section 4.2)."""
-        layout = partition.layout
+        layout, ops, config = given.partition.layout, given.ops, given.config
+        order = given.partition.merge_order
         # Selection regions are listed merging region by merging region, so regrouping is a view.
         grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
         merge, unmerge = ops.weigh(
-            tokens, partition.merge_order, grouped, similarity=config.similarity, temperature=config.temperature
+            given.tokens, order, grouped, similarity=config.similarity, temperature=config.temperature
         )
         if config.merge == "pick":
-            merge = ops.pick_weights(tokens, partition.merge_order, grouped)
+            merge = ops.pick_weights(given.tokens, order, grouped)
         if config.unmerge == "pinv":
             unmerge = ops.pinv_weights(merge, fallback=unmerge)
         return merge, unmerge
