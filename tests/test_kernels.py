@@ -28,7 +28,7 @@ from torch import Tensor
 from tokenmerge import MergeConfig, TokenMergeError, ops
 from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
 from tokenmerge.mergemap import MergeMap
-from tokenmerge.methods import method_for
+from tokenmerge.methods import Given, method_for
 from tokenmerge.ops import backend_for, kernels, reference
 
 CUDA = torch.cuda.is_available()
@@ -445,8 +445,9 @@ def test_a_map_of_kernels_is_a_map(config: MergeConfig) -> None:
     partition = partition_grids((TokenGrid(8, 16),), config).to(DEVICE)
     method, generator = method_for(config), torch.Generator().manual_seed(0)
     tokens = image_like(2, TokenGrid(8, 16), 16)
-    destinations = method.select(tokens, partition, config, ops, generator, shared=True)
-    merge, unmerge = method.weigh(tokens, destinations, partition, config, ops, generator)
+    given = Given(tokens, partition, config, generator, shared=True, ops=ops)
+    destinations = method.select(given)
+    merge, unmerge = method.weigh(given, destinations)
     ordered = partition.merge_order is not None
     merge_map = MergeMap.empty(
         partition.layout, ops, 2, ordered=ordered, shared=True, dtype=tokens.dtype, device=DEVICE
