@@ -7,7 +7,8 @@
 
 An operation whose result is wrong is not timed: the run stops. Inputs rotate through more memory than the L2 cache
 holds, unless --warm. In mode `graph` calls are captured once and replayed, in mode `eager` they are launched one by
-one. The floor is the least number of bytes over the bandwidth of a large copy on the same device.
+one. The floor is the least number of bytes over the bandwidth of a large copy on the same device; no launch is that
+fast at these sizes, so a copy of as many bytes is timed beside each operation.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ REGIONS = ("tile:4x4", "tile:8x8", "tile:16x16", "whole")
 RATIOS = (0.5, 0.75)
 TEMPERATURE = 0.001
 OPERATIONS = ("select", "weigh", "build", "merge", "unmerge")
+# The most calls that are timed as one.
+CALLS = 16
 # A call slower than this is timed by itself, a few times.
 SLOW_MS = 20.0
 
@@ -181,6 +184,13 @@ def tomesd_calls(problem: Problem) -> dict[str, Callable[[Inputs], Any]]:
     }
 
 
+def copy_call(problem: Problem, operation: str) -> Callable[[Inputs], Any]:
+    """A plain copy that moves as many bytes as the operation must."""
+    size, device = problem.bytes(operation) // 2, problem.sets[0].tokens.device
+    buffers = {id(inputs): torch.zeros(2, size, dtype=torch.uint8, device=device) for inputs in problem.sets}
+    return lambda inputs: buffers[id(inputs)][1].copy_(buffers[id(inputs)][0])
+
+
 def time_calls(
     call: Callable[[Inputs], Any], sets: list[Inputs], mode: str, warmups: int, repeats: int
 ) -> dict[str, Any]:
@@ -256,7 +266,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[dic
         # Enough sets for every call to find the cache full of others.
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
         token_bytes = batch * grid.count * channels * dtype.itemsize
-        sets = 1 if arguments.warm else max(1, min(16, math.ceil(2 * cache / token_bytes)))
+        sets = 1 if arguments.warm else max(1, min(CALLS, math.ceil(2 * cache / token_bytes)))
         for regions in arguments.regions:
             for ratio in arguments.ratios:
                 problem = build_problem(name, regions, ratio, dtype, device, sets if regions != "whole" else 2)
@@ -271,8 +281,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[dic
                     "cold": len(problem.sets) * token_bytes > cache,
                 }
                 for operation, implementation, call in _calls(problem, kernels, arguments):
+                    rotation = problem.sets * CALLS if arguments.warm else problem.sets
                     for mode in arguments.modes:
-                        timed = time_calls(call, problem.sets, mode, arguments.warmups, arguments.repeats)
+                        timed = time_calls(call, rotation, mode, arguments.warmups, arguments.repeats)
                         floor = problem.bytes(operation) / bandwidth * 1e3
                         yield {
                             "operation": operation,
@@ -292,6 +303,7 @@ def _calls(
         check(problem, operation, kernels)
         for implementation, ops in (("kernel", kernels), ("reference", reference)):
             yield operation, implementation, lambda inputs, ops=ops, op=operation: problem.call(ops, op, inputs)
+        yield operation, "copy", copy_call(problem, operation)
     if find_spec("tomesd") is None:
         print("tomesd is not installed; its column stays empty", file=sys.stderr)
     elif problem.regions == arguments.regions[0]:
@@ -312,14 +324,13 @@ def table(records: list[dict[str, Any]]) -> str:
         else:
             found.setdefault((*key, record["regions"]), {})[record["implementation"]] = record
     heads = ["layer", "regions", "ratio", "operation", "mode", "kernel ms (10-90%)"]
-    heads += ["reference", "tomesd", "floor", "kernel / floor"]
+    heads += ["reference", "tomesd", "floor", "kernel / floor", "copy", "kernel / copy"]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for (layer, ratio, mode, operation, regions), timed in found.items():
-        kernel, plain = timed.get("kernel"), timed.get("reference")
+        kernel, plain, copy = (timed.get(name) for name in ("kernel", "reference", "copy"))
         other = tomesd.get((layer, ratio, mode, operation))
-        anyone = kernel or plain or {}
         spread = f"{kernel['ms']:.4f} ({kernel['low_ms']:.4f}-{kernel['high_ms']:.4f})" if kernel else ""
-        floor = anyone["floor_ms"]
+        floor = next(iter(timed.values()))["floor_ms"]
         cells = [
             layer,
             regions,
@@ -331,6 +342,8 @@ def table(records: list[dict[str, Any]]) -> str:
             f"{other:.4f}" if other is not None else "",
             f"{floor:.4f}",
             f"{kernel['ms'] / floor:.2f}" if kernel else "",
+            f"{copy['ms']:.4f}" if copy else "",
+            f"{kernel['ms'] / copy['ms']:.2f}" if kernel and copy else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

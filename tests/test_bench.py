@@ -57,10 +57,10 @@ def test_phases_are_those_of_a_pipeline(options: dict[str, Any], steps: int, cou
 @pytest.mark.parametrize(
     ("method", "counts"),
     [
-        ("toma", {"select": 2, "reuse": 9, "reweigh": 1}),
+        ("toma", {"first select": 1, "reuse": 9, "reweigh": 1, "select": 1}),
         ("lower-bound", {"reuse": 12}),
-        ("pool", {"select": 1, "reuse": 11}),
-        ("tomesd", {"select": 12}),
+        ("pool", {"first select": 1, "reuse": 11}),
+        ("tomesd", {"first select": 1, "select": 11}),
     ],
 )
 def test_phases_follow_the_method(method: str, counts: dict[str, int]) -> None:

@@ -307,7 +307,11 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def assert_covers(
     chosen: Tensor, tokens: Tensor, partition: Partition, similarity: str = "cosine", shared: bool = False
 ) -> None:
-    """As good a choice as the reference makes, in the right regions, no token twice."""
+    """A greedy choice: in the right regions, no token twice, and each pick the best of its turn to rounding.
+
+    Which of two nearly equal tokens a turn takes is open, and later turns depend on it, so neither the picks nor the
+    coverage they reach need be the reference's.
+    """
     layout, order = partition.layout, partition.order
     assert chosen.shape == (1 if shared else len(tokens), layout.select_regions, layout.select_count)
     places = chosen if order is None else inverse_of(order)[chosen]
@@ -316,18 +320,21 @@ def assert_covers(
         torch.arange(layout.select_regions, device=DEVICE)[:, None].expand_as(chosen),
     )
     assert bool((chosen.sort(-1).values.diff(dim=-1) > 0).all()), "a destination twice"
-    expected = reference.select(
-        tokens, order, layout.select_regions, layout.select_count, similarity=similarity, shared=shared
-    )
-    expected = expected if order is None else inverse_of(order)[expected]
-    pairs = reference.pairwise_similarity(split_regions(tokens, order, layout.select_regions), similarity).double()
-    values = [
-        reference.coverage(pairs, (each % layout.select_size).expand(len(tokens), -1, -1))
-        for each in (places, expected)
-    ]
+    pairs = reference.pairwise_similarity(split_regions(tokens.double(), order, layout.select_regions), similarity)
     if shared:
-        values = [value.sum(0) for value in values]
-    torch.testing.assert_close(*values, rtol=2e-3, atol=1e-3)
+        pairs = pairs.transpose(0, 1).flatten(1, 2)[None]
+    picks = places % layout.select_size
+    # A gain sums the similarity to every source, each right to a few roundings of fp32 and of fixed point.
+    allowed = 1e-5 * pairs.shape[-2] * pairs.abs().amax((-2, -1)).clamp_min(1e-30)
+    covered: Tensor | None = None
+    for turn in range(layout.select_count):
+        gains = pairs.sum(-2) if covered is None else (pairs - covered[..., None]).clamp_min(0).sum(-2)
+        best = gains.scatter(-1, picks[..., :turn], -torch.inf).amax(-1)
+        pick = picks[..., turn, None]
+        taken = gains.gather(-1, pick)[..., 0]
+        assert bool((taken >= best - allowed).all()), f"turn {turn} gains less by {(best - taken).max():.3g}"
+        column = pairs.gather(-1, pick[..., None, :].expand(*pairs.shape[:-1], 1))[..., 0]
+        covered = column if covered is None else torch.maximum(covered, column)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -41,20 +41,20 @@ class Candidate:
     config: MergeConfig | None = None
 
     def phases(self, steps: int) -> list[str]:
-        """The phase of every step. Fixed maps are made once; those of the bound cost nothing by definition."""
+        """The phase of every step. The first is one of its own, since there an image begins: how its tokens lie is read
+        from the device. Fixed maps are made once; those of the bound cost nothing by definition."""
         if self.config is None:
             return ["full"] * steps
         phases = phases_of(self.config, steps)
         method = method_for(self.config)
+        if self.config.method == "lower-bound":
+            return [_renamed(phase, "reuse") for phase in phases]
         if method.PER_BLOCK:
-            return [_renamed(phase, "select") for phase in phases]
-        if not method.REFRESHES:
-            made = [] if self.config.method == "lower-bound" else [phases.index(each) for each in dict.fromkeys(phases)]
-            return [
-                phase if step in made and "select" in phase else _renamed(phase, "reuse")
-                for step, phase in enumerate(phases)
-            ]
-        return phases
+            phases = [_renamed(phase, "select") for phase in phases]
+        elif not method.REFRESHES:
+            made = {phases.index(each) for each in dict.fromkeys(phases) if "select" in each}
+            phases = [phase if step in made else _renamed(phase, "reuse") for step, phase in enumerate(phases)]
+        return [f"first {phases[0]}", *phases[1:]]
 
 
 def _renamed(phase: str, name: str) -> str:

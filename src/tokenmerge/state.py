@@ -468,16 +468,8 @@ class MergeState:
         if self.clock.now[1:] == (0, 0):
             self.at_image_start()
             self._forget_gaps()
+        self._see_grids(call)
         for group in self.groups:
-            if call.ids is None:
-                group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
-            # Reading ids waits for the device, so only once per image.
-            elif (
-                self.clock.now[1:] == (0, 0)
-                or self.clock.call >= _MAX_CALLS
-                or sum(grid.count for grid in group.grids) != call.tokens
-            ):
-                group.grids = grids_of_ids(call.ids)
             group.enter(call, anchor=self.mode == "anchor")
         self._enter_memories(call)
         ratios = {group.ratio for group in self.groups}
@@ -486,6 +478,20 @@ class MergeState:
                 f"at this size ratio {max(ratios)} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
+
+    def _see_grids(self, call: DenoiserCall) -> None:
+        """Tell every group how its image tokens lie."""
+        if call.ids is None:
+            for group in self.groups:
+                group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
+            return
+        # Reading ids waits for the device, so only once per image.
+        known = self.groups[0].grids
+        fresh = self.clock.now[1:] == (0, 0) or self.clock.call >= _MAX_CALLS
+        if fresh or sum(grid.count for grid in known) != call.tokens:
+            known = grids_of_ids(call.ids)
+            for group in self.groups:
+                group.grids = known
 
     @property
     def phase(self) -> str:

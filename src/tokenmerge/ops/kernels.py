@@ -829,7 +829,7 @@ def _merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             BLOCK_C=block_c,
-            num_warps=_merge_warps(block_n * block_c, triton.cdiv(size, block_n)),
+            num_warps=_merge_warps(block_n * block_c),
         )
     return merged
 
@@ -874,7 +874,7 @@ def _unmerge(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             BLOCK_C=block_c,
-            num_warps=_merge_warps(block_n * block_c, triton.cdiv(count, block_k)),
+            num_warps=_merge_warps(block_n * block_c),
         )
     return out
 
@@ -956,10 +956,9 @@ def _merge_blocks(size: int, count: int, dtype: torch.dtype) -> tuple[int, int]:
     return _block(size, most), _block(count, most)
 
 
-def _merge_warps(elements: int, steps: int) -> int:
-    """Warps for a tile of tokens: about eight loads of 16 bytes to a thread; half as many where a product takes several
-    steps and keeps its sums meanwhile."""
-    return min(8, max(1, elements // (2048 if steps == 1 else 1024)))
+def _merge_warps(elements: int) -> int:
+    """Warps for a tile of tokens: four loads of 16 bytes to a thread."""
+    return min(8, max(1, elements // 1024))
 
 
 def _unmerged_dtype(merged: Tensor, *added: Tensor | None) -> torch.dtype:
