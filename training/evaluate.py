@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--inception", type=Path, default=Path("default_1.pt"))
     parser.add_argument("--sscd", type=Path, default=Path("sscd.onnx"))
     parser.add_argument("--cache", type=Path, default=Path("build/evaluate"))
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="also write the result here, beside parts that are there")
     parser.add_argument("--count", type=int, default=2000, help="generated images")
     parser.add_argument("--probe-count", type=int, default=500, help="of them for probe and nearest")
     parser.add_argument("--steps", type=int, default=30)
@@ -244,6 +244,11 @@ def main() -> None:
         "model": args.model.name,
         "setting": {key: getattr(args, key) for key in keys},
     }
+    if args.json and args.json.exists():
+        known = json.loads(args.json.read_text())
+        # Parts measured before stay, if they were measured in the same way.
+        if all(known[key] == result[key] for key in result):
+            result = known
     for part in args.parts:
         result[part] = getattr(evaluation, part)()
         print(f"{part}: {json.dumps(result[part])}", flush=True)
