@@ -157,7 +157,25 @@ def test_the_bound_is_that_of_the_changed_preset() -> None:
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--sizes", "64x64", "--warmups", "0", "--repeats", "1", "--steps", "2", "--json"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--sizes",
+                "64x64",
+                "--warmups",
+                "0",
+                "--settle",
+                "0.5",
+                "--repeats",
+                "1",
+                "--steps",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert len(json.loads(capsys.readouterr().out)) == 3
 
 

@@ -11,6 +11,7 @@ import gc
 import json
 import re
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class Setting:
     mode: str
     steps: int
     warmups: int
+    settle: float  # seconds of warming up at least, for the clocks of the device to settle
     repeats: int
     loops: int  # whole schedules to run from end to end as well
     command: str  # that asked for it
@@ -173,18 +175,31 @@ def _time_phases(
 ) -> dict[str, list[float]]:
     """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
     visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
-    watches: dict[str, Stopwatch] = {}
-    for turn in range(setting.warmups + setting.repeats):
-        if turn in (0, setting.warmups):
-            watches = {phase: Stopwatch(device) for phase in visited.values()}
-        # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
-        if turn == 0 or len(visited) > 1:
+
+    # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
+    anew = len(visited) > 1
+    loop.set_timesteps()
+
+    def turn(watches: dict[str, Stopwatch]) -> None:
+        if anew:
             loop.set_timesteps()
         for step in range(max(visited) + 1):
             if step in visited:
                 watches[visited[step]].lap(call)
             loop.step()
+
+    began, turns = time.perf_counter(), 0
+    while turns < setting.warmups or time.perf_counter() - began < setting.settle:
+        timed(lambda: turn(_watches(visited.values(), device)), device)
+        turns += 1
+    watches = _watches(visited.values(), device)
+    for _ in range(setting.repeats):
+        turn(watches)
     return {phase: watch.milliseconds() for phase, watch in watches.items()}
+
+
+def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch]:
+    return {phase: Stopwatch(device) for phase in phases}
 
 
 def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
@@ -244,6 +259,7 @@ def run(
     changes: dict[str, Any],
     steps: int = 50,
     warmups: int = 5,
+    settle: float | None = None,
     repeats: int = 20,
     loops: int = 0,
     rounds: int = 1,
@@ -255,8 +271,10 @@ def run(
     """Measure every size, batch and mode; records are appended to `out` as they are made.
 
     Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
-    then does so for all of them.
+    then does so for all of them. A GPU under full load lowers its clocks within a second or two to stay within its
+    power, so each candidate keeps it busy for `settle` seconds before it is timed: by default two, and none elsewhere.
     """
+    settle = (2.0 if device.type == "cuda" else 0.0) if settle is None else settle
     for mode in modes:
         if mode not in MODES:
             raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
@@ -265,7 +283,7 @@ def run(
     denoiser, scale = load_denoiser(model, dtype, device)
     candidates = candidates_for(denoiser, presets, ratios, changes)
     settings = [
-        Setting(model, width, height, batch, mode, steps, warmups, repeats, loops, command)
+        Setting(model, width, height, batch, mode, steps, warmups, settle, repeats, loops, command)
         for width, height in sizes
         for batch in batches
         for mode in modes

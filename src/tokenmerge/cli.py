@@ -91,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
     bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
+    bench.add_argument(
+        "--settle", type=float, metavar="N", help="seconds of warming up at least (default: 2 on a GPU, else 0)"
+    )
     bench.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
     bench.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
     bench.add_argument("--rounds", type=int, default=1, metavar="N", help="measure all of it again, in reverse order")
@@ -314,6 +317,7 @@ def _bench(options: argparse.Namespace) -> None:
         changes=_config_options(options, without=("ratio",)),
         steps=options.steps,
         warmups=options.warmups,
+        settle=options.settle,
         repeats=options.repeats,
         loops=options.loops,
         rounds=options.rounds,
