@@ -53,7 +53,8 @@ def speed_table(names: list[str]) -> str:
             if row.config is None or row.config["method"] == "lower-bound":
                 continue
             sites = {"component": "per component", "block": "once per block", "span": "once per span"}
-            where = (model, f"{width}x{height}", str(batch), mode, sites[row.config["sites"]])
+            preset = row.record["label"].rpartition(" ")[0]
+            where = (model, f"{width}x{height}", str(batch), mode, f"`{preset}`, {sites[row.config['sites']]}")
             cells.setdefault(where, {})[row.config["ratio"]] = f"{bench.speed_up(row, rows):.2f}x"
     ratios = sorted({ratio for found in cells.values() for ratio in found})
     header = ["model", "size", "batch", "mode", "merging", *(f"ratio {ratio:g}" for ratio in ratios)]

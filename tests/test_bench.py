@@ -124,6 +124,7 @@ def _check(record: dict[str, Any]) -> None:
     assert all(len(laps) == 2 for laps in record["laps_ms"].values())
     assert len(record["loop_ms"]) == 1
     assert record["command"].startswith("tokenmerge bench --model tiny-flux")
+    assert "--out" not in record["command"]
     assert record["environment"]["torch"] == torch.__version__
     if record["config"]:
         assert record["config"]["skip_first"] == 0
@@ -131,7 +132,7 @@ def _check(record: dict[str, Any]) -> None:
 
 def test_rounds_are_pooled_and_medians_summed() -> None:
     records = [
-        {"label": label, "config": config, "laps_ms": laps, "steps_by_phase": dict.fromkeys(laps, 10)}
+        {"label": label, "config": config, "laps_ms": laps, "loop_ms": [], "steps_by_phase": dict.fromkeys(laps, 10)}
         for label, config, laps in (
             ("unpatched", None, {"full": [3.0, 1.0]}),
             ("merged", {"ratio": 0.5}, {"reuse": [1.0], "select": [2.0]}),

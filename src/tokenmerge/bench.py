@@ -341,6 +341,7 @@ class Row:
 
     record: dict[str, Any]  # of the first round
     laps: dict[str, list[float]]
+    loops: list[float]  # milliseconds of whole schedules, run from end to end
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -359,7 +360,8 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
     rows: dict[str, Row] = {}
     for record in records:
         key = json.dumps([record["label"], record["config"]])
-        row = rows.setdefault(key, Row(record, {phase: [] for phase in record["laps_ms"]}))
+        row = rows.setdefault(key, Row(record, {phase: [] for phase in record["laps_ms"]}, []))
+        row.loops.extend(record["loop_ms"])
         for phase, laps in record["laps_ms"].items():
             row.laps[phase] += laps
     return list(rows.values())
@@ -377,14 +379,21 @@ def speed_up(row: Row, rows: Sequence[Row]) -> float:
 
 def _advice(mode: str) -> str:
     lead = "Below 1.00x merging costs more than it saves here: "
-    if mode == "eager":
-        return lead + "the device waits for launches. Use `tokenmerge.compile(pipe)`, a larger batch or a larger image."
-    return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
+    if "graph" in mode:
+        return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
+    return lead + (
+        "the device waits for launches, or there are too few tokens. Use `tokenmerge.compile(pipe)`, which replays "
+        "CUDA graphs, or a larger batch or image."
+    )
 
 
 def _table(rows: Sequence[Row]) -> str:
     header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase (10-90 %)", "launches", "peak GiB"]
-    return markdown(header, list(_lines(rows)))
+    header.append("end to end ms")
+    lines = list(_lines(rows))
+    # What was not measured has no column.
+    shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
+    return markdown([header[place] for place in shown], [[line[place] for place in shown] for line in lines])
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -400,6 +409,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
             ", ".join(f"{phase} {_spread(laps)}" for phase, laps in row.laps.items()),
             str(row.record["launches"] or ""),
             f"{peak / 2**30:.2f}" if peak else "",
+            f"{statistics.median(row.loops):.0f}" if row.loops else "",
         ]
 
 

@@ -18,7 +18,7 @@ from .options import config_fields, parse_as
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    options.command = shlex.join(["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)])
+    options.command = ["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)]
     try:
         options.run(options)
     except TokenMergeError as error:
@@ -324,9 +324,18 @@ def _bench(options: argparse.Namespace) -> None:
         device=best_device(options.device),
         dtype=options.dtype,
         out=Path(options.out) if options.out else None,
-        command=options.command,
+        command=_command(options, without="--out"),
     )
     print(json.dumps(records, indent=2) if options.json else bench.report(records))
+
+
+def _command(options: argparse.Namespace, without: str) -> str:
+    """What was typed, but for one option: where results go says nothing about them."""
+    words = [word for word in options.command if not word.startswith(f"{without}=")]
+    if without in words:
+        place = words.index(without)
+        del words[place : place + 2]
+    return shlex.join(words)
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -420,7 +429,7 @@ def _tune(options: argparse.Namespace) -> None:
         sources=sources,
         **{name: getattr(options, name) for name in (*names, "threads", "device", "dtype", "compile")},
     )
-    outcome = tune(search, Path(options.out), resume=options.resume, command=options.command)
+    outcome = tune(search, Path(options.out), resume=options.resume, command=shlex.join(options.command))
     print(
         json.dumps(outcome.to_dict(), indent=2) if options.json else f"{outcome}\n\n{Path(options.out, outcome.file)}"
     )
