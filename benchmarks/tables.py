@@ -5,7 +5,8 @@
 
 A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds:
 `bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
-every ratio), `ops` (single operations).
+every ratio), `ops` (single operations), `eval` (an evaluation; where the paper's figures of the same rows are known,
+they stand beside it).
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 import ops
 
 from tokenmerge import bench
+from tokenmerge.quality.metrics import METRICS, Metric
 from tokenmerge.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# What could be recovered of the paper's own tables.
+PAPER = "reproduction/paper.jsonl"
 MARK = re.compile(r"(<!-- table: (?P<request>[^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -65,7 +69,48 @@ def ops_table(names: list[str]) -> str:
     return ops.table(read(names))
 
 
-KINDS = {"bench": bench_tables, "speed": speed_table, "ops": ops_table}
+def eval_table(names: list[str]) -> str:
+    """The results of one evaluation of a study of the paper; files are named by study and model."""
+    (name,) = names
+    records = read([name])
+    study = Path(name).stem.split("-")[0]
+    paper = {record["label"]: record for record in read([PAPER]) if record["study"] == study}
+    ours = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in records)]
+    theirs = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in paper.values())]
+    header = ["configuration", "s / picture", "speed-up", *(_title(metric) for metric in ours)]
+    header += ["paper: speed-up"] * bool(paper) + [f"paper: {metric.title}" for metric in theirs]
+    rows = []
+    for record in records:
+        timing, known = record["timing"], paper.get(record["label"])
+        row = [f"`{record['label']}`"]
+        row += [f"{timing['median']:.4g}", f"{record['speed_up']:.2f}x"] if timing else ["", ""]
+        row += [_figure(metric, record["metrics"].get(metric.name)) for metric in ours]
+        if paper:
+            row.append(f"{paper['none']['seconds'] / known['seconds']:.2f}x" if known else "")
+        row += [f"{known['metrics'][m.name]:g}" if known and m.name in known["metrics"] else "" for m in theirs]
+        rows.append(row)
+    first = records[0]
+    width, height = first["size"]
+    conditions = (
+        f"{first['model']}, {width}x{height} pixels, {first['steps']} steps, {first['dtype']}, {first['prompts']} "
+        f"prompts x {first['seeds']} seeds, {first['environment']['device']}, torch {first['environment']['torch']}; "
+        f"time in batches of {first['timing']['batch'] if first['timing'] else 0}"
+    )
+    return f"{markdown(header, rows)}\n\n{conditions}."
+
+
+def _title(metric: Metric) -> str:
+    return f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
+
+
+def _figure(metric: Metric, value: dict[str, float] | None) -> str:
+    if value is None:
+        return ""
+    interval = "" if value["interval"] is None else f" ± {value['interval']:.{metric.digits}f}"
+    return f"{value['mean']:.{metric.digits}f}{interval}"
+
+
+KINDS = {"bench": bench_tables, "speed": speed_table, "ops": ops_table, "eval": eval_table}
 
 
 def filled(text: str) -> str:
