@@ -1,4 +1,5 @@
-"""Quality against time: a line for each way of merging, a point for each of its ratios (the paper's Figure 5)."""
+"""Quality against the time of the denoiser: a line for each way of merging, a point for each of its ratios (as in the
+paper's Figure 5)."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def save_plot(drawn: Any, path: Path) -> None:
 def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
     crowded = len(styles) > _MOST_INSIDE
     drawn, axes = new_plot(8.6 if crowded else 6.4)
-    timed = all(row.seconds for row in results.rows)
+    timed = all(row.denoiser_seconds for row in results.rows)
     ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
     several = len(ratios) > 1
     entries = dict(zip(styles, _entries(list(styles)), strict=True))
@@ -83,7 +84,7 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         rows.sort(key=lambda row: row.configuration.config.ratio)
         if not rows:
             continue
-        across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
+        across = [(row.denoiser_seconds if timed else None) or row.configuration.config.ratio for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
         axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
@@ -100,7 +101,9 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     _mark_baseline(axes, results, metric, timed)
     axes.set_ylim(*_limits(results, metric))
     batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
-    axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
+    axes.set_xlabel(
+        f"denoiser seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed"
+    )
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
     told = f"ratio {min(ratios):g} of tokens removed"
@@ -131,9 +134,9 @@ def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> 
     if (value := baseline.estimates.get(metric.name)) is not None:
         axes.axhline(value.mean, label=f"{BASELINE} (unmerged)", **style)
         if timed:
-            axes.plot(baseline.seconds, value.mean, marker="x", color="#777777", linestyle="none")
+            axes.plot(baseline.denoiser_seconds, value.mean, marker="x", color="#777777", linestyle="none")
     elif timed:
-        axes.axvline(baseline.seconds, label=f"{BASELINE} (unmerged)", **style)
+        axes.axvline(baseline.denoiser_seconds, label=f"{BASELINE} (unmerged)", **style)
 
 
 def _limits(results: Results, metric: Metric) -> tuple[float, float]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from ..compiling import compile, uncompile
 from ..config import TokenMergeError
 from ..files import write_text
 from ..generate import Request, best_device, draw, picture_size, token_counts
-from ..measure import environment, forget_peak_memory, peak_memory
+from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
@@ -198,26 +197,33 @@ class Evaluation:
         api.remove(self._pipe)
 
     def time(self) -> None:
-        """Seconds per picture in batches of the stated size, after one that does not count; and the memory it took."""
-        batch, repeats = self.task.batch, self.task.repeats
-        left = [item for item in self.configurations if repeats and not self.folder.timing(item).is_file()]
-        request = replace(self._request, prompt=self.task.prompts[0])
-        for configuration in self._progress(left, "time"):
+        """Laps of all configurations in turn, so that a slow moment of the machine costs none of them its place."""
+        laps = [(lap, item) for lap in range(self.task.repeats) for item in self.configurations]
+        left = [(lap, item) for lap, item in laps if not self.folder.timing(item, lap).is_file()]
+        for lap, configuration in self._progress(left, "time"):
             self._apply(configuration)
-            draw(self._pipe, request, range(batch), request.steps, self._device)
-            forget_peak_memory(self._device)
-            seconds = []
-            for _ in range(repeats):
-                seconds.append(draw(self._pipe, request, range(batch), request.steps, self._device)[1] / batch)
-            record = {
-                "seconds": seconds,
-                "median": median(seconds),
-                "batch": batch,
-                "peak_memory": peak_memory(self._device),
-                "tokens": token_counts(self._pipe),
-            }
-            write_text(self.folder.timing(configuration), to_json(record))
+            write_text(self.folder.timing(configuration, lap), to_json(self._lap()))
         api.remove(self._pipe)
+
+    def _lap(self) -> dict[str, Any]:
+        """One timed batch, after one that does not count: seconds per picture of the whole call and of the denoiser in
+        it, and the memory it took."""
+        batch, request = self.task.batch, replace(self._request, prompt=self.task.prompts[0])
+
+        def run() -> float:
+            return draw(self._pipe, request, range(batch), request.steps, self._device)[1]
+
+        run()
+        forget_peak_memory(self._device)
+        with timed_calls(denoiser_of(self._pipe), self._device) as watch:
+            seconds = run()
+        return {
+            "seconds": seconds / batch,
+            "denoiser_seconds": sum(watch.milliseconds()) / 1e3 / batch,
+            "batch": batch,
+            "peak_memory": peak_memory(self._device),
+            "tokens": token_counts(self._pipe),
+        }
 
     def measure(self) -> None:
         """Metrics of this process's pictures, and features for metrics of sets."""
