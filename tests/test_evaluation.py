@@ -476,7 +476,33 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
     assert made[4].series == made[5].series == "default"
     assert made[1].series == "toma:regions=tile:8x8,components=self_attention,mlp,start=0.2"
     assert len({item.folder for item in made}) == len(made)
+    assert all(item.cache is None for item in made)
     assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
+
+
+def test_caches_as_typed_with_configurations() -> None:
+    typed = [
+        "toma:regions=whole + first-block:threshold=0.1",
+        "none + first-block:threshold=0.2",
+        "none + first-block:threshold=0.3",
+        "fast@default:ratio=0.5 + mag:threshold=0.06,max_skip_steps=3",
+        "none + taylorseer",
+    ]
+    made = read_configurations(typed, (0.25, 0.75), "dit")[1:]
+    assert [item.label for item in made] == [
+        "toma:regions=whole,ratio=0.25 + first-block:threshold=0.1",
+        "toma:regions=whole,ratio=0.75 + first-block:threshold=0.1",
+        *typed[1:3],
+        "fast",
+        typed[4],
+    ]
+    series = ["toma:regions=whole + first-block"] * 2 + ["none + first-block"] * 2 + ["fast", "none + taylorseer"]
+    assert [item.series for item in made] == series
+    assert [item.knobs for item in made] == [(0.25, 0.1), (0.75, 0.1), (0.2,), (0.3,), (0.5, 0.06), ()]
+    assert [item.merges for item in made] == [True, True, False, False, True, False]
+    assert made[4].cache is not None
+    assert made[4].cache.to_dict() == {"name": "mag", "threshold": 0.06, "max_skip_steps": 3, "retention_ratio": 0.2}
+    assert len({item.folder for item in made}) == len(made)
 
 
 @pytest.mark.parametrize(
@@ -489,6 +515,9 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),
         (["toma", "toma"], "are the same"),
         (["toma:ratio=0.5", "toma"], "are the same"),
+        (["none + mag", "other@none + mag:threshold=0.06"], "are the same"),
+        (["toma + "], "a cache is empty"),
+        (["toma + mag + first-block"], "cache 'mag + first-block' is unknown"),
         ([" "], "is empty"),
         (["absent.yaml"], "is not there"),
     ],
@@ -563,6 +592,10 @@ def test_a_prompt_file_that_is_not_there() -> None:
         (["--networks", "absent"], "is not a folder"),
         (["--number", "1", "--metrics", "fid", "--networks", "NETWORKS"], "two pictures or more"),
         (["--reference", "absent", "--metrics", "mse"], "is not a folder"),
+        (["--compile", "graphs"], "use --compile blocks"),
+        (["--configs", "default + mag", "--compile"], "leave out --compile"),
+        (["--configs", "none + taylor"], "choose from first-block"),
+        (["--configs", "default:anchor_every=3 + first-block"], "anchors have to run"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -609,6 +642,56 @@ def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: P
     assert results is not None
     assert [row.configuration.label for row in results.rows] == ["none", *CONFIGURATIONS]
     assert "default:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
+
+
+CACHED = (
+    "default:ratio=0.5 + first-block:threshold=0.9",
+    "none + first-block:threshold=0.9",
+    "fast@none + mag:threshold=0.9",
+)
+
+
+def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -> None:
+    """Pictures do not depend on their order, and what was calibrated is kept."""
+    given = {"metrics": ("mse",), "steps": 6, "repeats": 1, "tell_refused": True}
+    refused = ("default + taylorseer", "none + faster")
+    asked = replace(task(networks, **given), configurations=(*CACHED, *refused), prompts=PROMPTS[:2], seeds=(0,))
+    results = evaluate(asked, tmp_path / "all")
+    assert results is not None
+    labels = ["none", *CACHED[:2], "fast"]
+    assert [row.configuration.label for row in results.rows] == labels
+    assert [row.to_dict()["cache"] and row.to_dict()["cache"]["name"] for row in results.rows] == [
+        None,
+        "first-block",
+        "first-block",
+        "mag",
+    ]
+    drifts = [row.estimates["mse"].mean for row in results.rows[1:]]
+    assert len(set(drifts)) == 3
+    assert all(drift > 0 for drift in drifts)
+    told = (tmp_path / "all" / "table.md").read_text()
+    assert "default + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
+    assert "none + faster is refused: the faster cache takes every call for the next step" in told
+    ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
+    assert len(ratios) == 6
+
+    calibration = tmp_path / "all" / "calibration.json"
+    before = kept_files(tmp_path / "all"), calibration.stat().st_mtime_ns
+    lost = tmp_path / "all" / "images" / "fast" / f"{results.samples[1].name}.png"
+    made = lost.read_bytes()
+    lost.unlink()
+    evaluate(asked, tmp_path / "all", resume=True)
+    assert lost.read_bytes() == made
+    before[0].pop(lost)
+    after = kept_files(tmp_path / "all"), calibration.stat().st_mtime_ns
+    assert {path: after[0][path] for path in before[0]} == before[0]
+    assert after[1] == before[1]
+
+    evaluate(replace(asked, configurations=(CACHED[1], CACHED[0])), tmp_path / "turned")
+    for folder in (tmp_path / "turned" / "images").iterdir():
+        for picture in folder.iterdir():
+            assert picture.read_bytes() == (tmp_path / "all" / "images" / folder.name / picture.name).read_bytes()
+    assert not (tmp_path / "turned" / "calibration.json").exists()
 
 
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:

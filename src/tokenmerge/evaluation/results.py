@@ -33,6 +33,7 @@ class Row:
         return {
             "label": self.configuration.label,
             "config": self.configuration.config.to_dict(),
+            "cache": self.configuration.cache.to_dict() if self.configuration.cache else None,
             "metrics": {
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },

@@ -10,6 +10,8 @@ from ..quality.statistics import Estimate
 from ..tables import table
 from .results import Results
 
+# By what --compile came to.
+_COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
 _TIMES = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
 
 
@@ -42,10 +44,10 @@ def conditions(results: Results) -> str:
     """What the figures hold for."""
     settings = results.settings
     width, height = settings["size"]
-    prompts, seeds = len(settings["prompts"]), len(settings["seeds"])
+    prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
     return (
         f"{settings['model']}, {width}x{height} pixels, {settings['steps']} steps, {settings['dtype']}"
-        f"{', compiled' if settings['compile'] else ''}; {prompts} prompts x {seeds} seeds; "
+        f"{f', {_COMPILED[way]}' if way else ''}; {prompts} prompts x {seeds} seeds; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
 
@@ -62,6 +64,8 @@ def notes(results: Results) -> list[str]:
             f"Seconds per picture, of whole calls and of the denoiser in them: medians over {len(timing['seconds'])} "
             f"timed batches of {timing['batch']}, all configurations in turn, each batch after one that does not count."
         )
+    if results.settings["compile"] and results.settings["caches"]:
+        lines.append("With a cache, calls of the denoiser run as they are: no CUDA graph replays them.")
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
         against = f"the {count} pictures of the reference folder" if count else "the unmerged pictures"
