@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -212,6 +213,7 @@ def generate(
 ) -> list[list[Shot]]:
     """For every seed, the original and each variant, each warmed up before it is timed."""
     device = torch.device(pipe._execution_device)
+    _check(pipe, request, variants, device)
     columns: list[list[Shot]] = []
     ratios = None
     if any(variant.cache and variant.cache.calibrated for variant in variants):
@@ -224,8 +226,6 @@ def generate(
         else:
             api.apply(pipe, variant.config)
         if variant.cache:
-            steps = min(TRIAL_STEPS, request.steps)
-            try_cache(pipe, variant.cache, partial(draw, pipe, request, request.seeds[:1], steps, device), steps)
             enable_cache(pipe, variant.cache, request.steps, ratios)
         pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
         draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
@@ -244,6 +244,16 @@ def generate(
     disable_cache(pipe)
     api.remove(pipe)
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _check(pipe: Any, request: Request, variants: Sequence[Variant], device: torch.device) -> None:
+    """Refuse what the model does not go with before any picture is made."""
+    steps = min(TRIAL_STEPS, request.steps)
+    pipe.set_progress_bar_config(desc=f"{'trial':>12}", leave=False)
+    for variant in variants:
+        with api.applied(pipe, variant.config) if variant.config else nullcontext():
+            if variant.cache:
+                try_cache(pipe, variant.cache, partial(draw, pipe, request, request.seeds[:1], steps, device), steps)
 
 
 def report(rows: Sequence[Sequence[Shot]]) -> str:
