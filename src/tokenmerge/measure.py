@@ -63,6 +63,11 @@ class Stopwatch:
         self._laps.append((self._start, self._now()))
         self._start = None
 
+    @property
+    def laps(self) -> int:
+        """How many there were so far."""
+        return len(self._laps)
+
     def _now(self) -> torch.cuda.Event | float:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)

@@ -131,12 +131,11 @@ def calibrate(pipe: Any, draw: Callable[[], object], steps: int) -> list[float]:
             draw()
     finally:
         denoiser.disable_cache()
-    calls = len(watch.milliseconds())
     found: list[list[float]] = [json.loads(line) for line in _PRINTED.findall(printed.getvalue())]
-    if not found or calls != steps * len(found):
+    if not found or watch.laps != steps * len(found):
         raise TokenMergeError(
-            f"the mag cache counts one call a step, and {type(pipe).__name__} made {calls} in {steps} steps, of which "
-            f"{len(found) * steps} could be calibrated; use another scheduler or another cache"
+            f"the mag cache counts one call a step, and {type(pipe).__name__} made {watch.laps} in {steps} steps, of "
+            f"which {len(found) * steps} could be calibrated; use another scheduler or another cache"
         )
     return found[0]
 
@@ -150,11 +149,10 @@ def try_cache(pipe: Any, cache: StepCache, draw: Callable[[], object], steps: in
             draw()
     finally:
         disable_cache(pipe)
-    calls = len(watch.milliseconds())
-    if cache.name == "faster" and calls != steps:
+    if cache.name == "faster" and watch.laps != steps:
         raise TokenMergeError(
-            f"the faster cache takes every call for the next step, and {type(pipe).__name__} makes {calls} in {steps} "
-            "steps; use another cache, or no guidance (--guidance 1)"
+            f"the faster cache takes every call for the next step, and {type(pipe).__name__} makes {watch.laps} in "
+            f"{steps} steps; use another cache, or no guidance (--guidance 1)"
         )
 
 
