@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
-from tokenmerge import graphs
+from tokenmerge import compiling, graphs
 
 OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
 
@@ -231,6 +231,43 @@ def test_graphs_need_a_cuda_device() -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match="graphs=False"):
         tokenmerge.compile(pipe, graphs=True)
     assert tokenmerge.summary(pipe).compiled == "not by tokenmerge.compile"
+
+
+def test_what_pipelines_leave_on_a_denoiser_does_not_forbid_graphs() -> None:
+    """Flux pipelines leave an empty registry of hooks behind; a hook in it may move weights."""
+    from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, ModelHook
+
+    pipe = build("flux")
+    tiny.draw(pipe)
+    assert "_diffusers_hook" in vars(pipe.transformer)
+    compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig())
+    compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
+    HookRegistry.check_if_exists_or_initialize(pipe.transformer).register_hook(ModelHook(), "layerwise_casting")
+    with pytest.raises(tokenmerge.TokenMergeError, match="use graphs=False"):
+        compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "way", "found"),
+    [
+        ("cuda", None, None),
+        ("cuda", "both", "both"),
+        ("cuda", "graphs", "graphs"),
+        ("cpu", None, None),
+        ("cpu", "both", "blocks"),
+        ("cpu", "blocks", "blocks"),
+    ],
+)
+def test_what_compiling_comes_to_on_a_device(device: str, way: str | None, found: str | None) -> None:
+    assert compiling.way_on(torch.device(device), way) == found
+
+
+def test_blocks_alone_are_compiled_by_name() -> None:
+    pipe = compiling.compile_as(build("sdxl"), "blocks")
+    assert tokenmerge.summary(pipe).compiled.endswith("blocks, no CUDA graphs")
+    with pytest.raises(tokenmerge.TokenMergeError, match="need a CUDA device"):
+        compiling.compile_as(pipe, "graphs")
 
 
 def changes() -> dict[str, Any]:

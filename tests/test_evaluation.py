@@ -32,6 +32,7 @@ from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
 from tokenmerge.generate import Request, draw
+from tokenmerge.measure import timed_calls
 from tokenmerge.quality.networks import Sources
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
@@ -40,6 +41,7 @@ CONFIGURATIONS = ("default:ratio=0.5", "toma-stripe:ratio=0.25")
 # Of the metrics of the report, those whose networks `judges` makes.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
 KILLS = 20
+TIMES = ("seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up")
 WHERE = {"device": "a machine", "torch": "one"}
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
@@ -89,12 +91,12 @@ def comparable(out: Path) -> dict[str, Any]:
             kept[name] = "there"
         elif name == "table.csv":
             rows = csv.DictReader(path.read_text().splitlines())
-            kept[name] = [{key: row[key] for key in row if key not in ("seconds", "speed_up")} for row in rows]
+            kept[name] = [{key: row[key] for key in row if key not in TIMES} for row in rows]
         elif name == "table.md":
-            kept[name] = re.sub(r"^(\| [^|]+ \|) [^|]+ \| [^|]+ \|", r"\1", path.read_text(), flags=re.MULTILINE)
+            kept[name] = re.sub(r"^(\| [^|]+ \|)(?: [^|]+ \|){4}", r"\1", path.read_text(), flags=re.MULTILINE)
         elif name == "results.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            kept[name] = [{key: line[key] for key in line if key not in ("timing", "speed_up")} for line in lines]
+            kept[name] = [{key: line[key] for key in line if key not in ("timing", *TIMES)} for line in lines]
         else:
             kept[name] = path.read_bytes()
     return kept
@@ -123,14 +125,15 @@ def test_what_an_evaluation_writes(finished: Path) -> None:
                 assert value["mean"] == pytest.approx(sum(line[name] for line in own) / len(own))
                 assert value["interval"] > 0
         assert set(result["metrics"]) == ({"clip"} if result["label"] == "none" else set(METRICS))
-        assert result["timing"]["median"] > 0
+        assert 0 < result["timing"]["denoiser_seconds"] < result["timing"]["median"]
         assert result["timing"]["batch"] == 1
         assert (result["prompts"], result["seeds"], result["model"]) == (3, 2, "tiny-flux")
     assert "-> 32" in results[1]["timing"]["tokens"]
     assert {path.stem for path in (finished / "plots").iterdir()} == set(METRICS)
     assert not list(finished.rglob("*.partial"))
     header, _, *rows = (finished / "table.md").read_text().splitlines()
-    assert [cell.strip() for cell in header.split("|")[1:4]] == ["configuration", "s / picture", "speed-up"]
+    times = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
+    assert [cell.strip() for cell in header.split("|")[1:6]] == ["configuration", *times]
     assert "±" in rows[1]
 
 
@@ -382,8 +385,62 @@ def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tokenmerge.evaluation.run.draw", watched)
     results = evaluate(task(networks, metrics=("mse",), batch=3, repeats=2), tmp_path)
     assert results is not None
-    assert sizes == [1] * 18 + [3] * 9
+    # Every lap comes after a batch that does not count.
+    assert sizes == [1] * 18 + [3] * 12
     assert all(row.timing and row.timing["batch"] == 3 and len(row.timing["seconds"]) == 2 for row in results.rows)
+
+
+def test_laps_come_in_turn_and_only_missing_ones_are_made(
+    networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds over three configurations, of which two laps are lost."""
+    asked = task(networks, metrics=("mse",), repeats=2)
+    written: list[str] = []
+
+    def watched(path: Path, text: str) -> None:
+        if "timing" in path.parts:
+            written.append(f"{path.stem} {path.parent.name}")
+        files.write_text(path, text)
+
+    monkeypatch.setattr("tokenmerge.evaluation.run.write_text", watched)
+    evaluate(asked, tmp_path)
+    folders = ["none", *(item.replace(":", "_") for item in CONFIGURATIONS)]
+    assert written == [f"{lap} {folder}" for lap in ("0000", "0001") for folder in folders]
+    lost = [
+        tmp_path / "timing" / folder / f"{lap}.json" for folder, lap in ((folders[2], "0000"), (folders[0], "0001"))
+    ]
+    for path in lost:
+        path.unlink()
+    before = kept_files(tmp_path)
+    written.clear()
+    results = evaluate(asked, tmp_path, resume=True)
+    assert written == [f"0000 {folders[2]}", f"0001 {folders[0]}"]
+    assert {path: kept_files(tmp_path)[path] for path in before} == before
+    assert results is not None
+    for row in results.rows:
+        kept = [
+            json.loads((tmp_path / "timing" / row.configuration.folder / f"{lap}.json").read_text())
+            for lap in ("0000", "0001")
+        ]
+        assert row.timing is not None
+        assert row.seconds == pytest.approx(sum(lap["seconds"] for lap in kept) / 2)
+        assert row.denoiser_seconds == pytest.approx(sum(lap["denoiser_seconds"] for lap in kept) / 2)
+        speed_up = results.rows[0].timing["denoiser_seconds"] / row.timing["denoiser_seconds"]
+        assert results.line(row)["denoiser_speed_up"] == pytest.approx(speed_up)
+
+
+def test_the_time_of_a_call_is_that_of_the_module_alone() -> None:
+    """Every call counts once, with what other hooks do in it, and what happens between calls does not."""
+    module = torch.nn.Identity()
+    module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    with timed_calls(module, torch.device("cpu")) as watch:
+        for _ in range(2):
+            module(torch.zeros(1))
+            time.sleep(0.5)
+    module(torch.zeros(1))
+    laps = watch.milliseconds()
+    assert len(laps) == 2
+    assert all(20 <= lap < 500 for lap in laps)
 
 
 def test_configurations_as_typed(tmp_path: Path) -> None:
@@ -419,7 +476,33 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
     assert made[4].series == made[5].series == "default"
     assert made[1].series == "toma:regions=tile:8x8,components=self_attention,mlp,start=0.2"
     assert len({item.folder for item in made}) == len(made)
+    assert all(item.cache is None for item in made)
     assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
+
+
+def test_caches_as_typed_with_configurations() -> None:
+    typed = [
+        "toma:regions=whole + first-block:threshold=0.1",
+        "none + first-block:threshold=0.2",
+        "none + first-block:threshold=0.3",
+        "fast@default:ratio=0.5 + mag:threshold=0.06,max_skip_steps=3",
+        "none + taylorseer",
+    ]
+    made = read_configurations(typed, (0.25, 0.75), "dit")[1:]
+    assert [item.label for item in made] == [
+        "toma:regions=whole,ratio=0.25 + first-block:threshold=0.1",
+        "toma:regions=whole,ratio=0.75 + first-block:threshold=0.1",
+        *typed[1:3],
+        "fast",
+        typed[4],
+    ]
+    series = ["toma:regions=whole + first-block"] * 2 + ["none + first-block"] * 2 + ["fast", "none + taylorseer"]
+    assert [item.series for item in made] == series
+    assert [item.knobs for item in made] == [(0.25, 0.1), (0.75, 0.1), (0.2,), (0.3,), (0.5, 0.06), ()]
+    assert [item.merges for item in made] == [True, True, False, False, True, False]
+    assert made[4].cache is not None
+    assert made[4].cache.to_dict() == {"name": "mag", "threshold": 0.06, "max_skip_steps": 3, "retention_ratio": 0.2}
+    assert len({item.folder for item in made}) == len(made)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +515,9 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),
         (["toma", "toma"], "are the same"),
         (["toma:ratio=0.5", "toma"], "are the same"),
+        (["none + mag", "other@none + mag:threshold=0.06"], "are the same"),
+        (["toma + "], "a cache is empty"),
+        (["toma + mag + first-block"], "cache 'mag + first-block' is unknown"),
         ([" "], "is empty"),
         (["absent.yaml"], "is not there"),
     ],
@@ -506,6 +592,10 @@ def test_a_prompt_file_that_is_not_there() -> None:
         (["--networks", "absent"], "is not a folder"),
         (["--number", "1", "--metrics", "fid", "--networks", "NETWORKS"], "two pictures or more"),
         (["--reference", "absent", "--metrics", "mse"], "is not a folder"),
+        (["--compile", "graphs"], "use --compile blocks"),
+        (["--configs", "default + mag", "--compile"], "leave out --compile"),
+        (["--configs", "none + taylor"], "choose from first-block"),
+        (["--configs", "default:anchor_every=3 + first-block"], "anchors have to run"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -552,6 +642,56 @@ def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: P
     assert results is not None
     assert [row.configuration.label for row in results.rows] == ["none", *CONFIGURATIONS]
     assert "default:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
+
+
+CACHED = (
+    "default:ratio=0.5 + first-block:threshold=0.9",
+    "none + first-block:threshold=0.9",
+    "fast@none + mag:threshold=0.9",
+)
+
+
+def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -> None:
+    """Pictures do not depend on their order, and what was calibrated is kept."""
+    given = {"metrics": ("mse",), "steps": 6, "repeats": 1, "tell_refused": True}
+    refused = ("default + taylorseer", "none + faster")
+    asked = replace(task(networks, **given), configurations=(*CACHED, *refused), prompts=PROMPTS[:2], seeds=(0,))
+    results = evaluate(asked, tmp_path / "all")
+    assert results is not None
+    labels = ["none", *CACHED[:2], "fast"]
+    assert [row.configuration.label for row in results.rows] == labels
+    assert [row.to_dict()["cache"] and row.to_dict()["cache"]["name"] for row in results.rows] == [
+        None,
+        "first-block",
+        "first-block",
+        "mag",
+    ]
+    drifts = [row.estimates["mse"].mean for row in results.rows[1:]]
+    assert len(set(drifts)) == 3
+    assert all(drift > 0 for drift in drifts)
+    told = (tmp_path / "all" / "table.md").read_text()
+    assert "default + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
+    assert "none + faster is refused: the faster cache takes every call for the next step" in told
+    ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
+    assert len(ratios) == 6
+
+    calibration = tmp_path / "all" / "calibration.json"
+    before = kept_files(tmp_path / "all"), calibration.stat().st_mtime_ns
+    lost = tmp_path / "all" / "images" / "fast" / f"{results.samples[1].name}.png"
+    made = lost.read_bytes()
+    lost.unlink()
+    evaluate(asked, tmp_path / "all", resume=True)
+    assert lost.read_bytes() == made
+    before[0].pop(lost)
+    after = kept_files(tmp_path / "all"), calibration.stat().st_mtime_ns
+    assert {path: after[0][path] for path in before[0]} == before[0]
+    assert after[1] == before[1]
+
+    evaluate(replace(asked, configurations=(CACHED[1], CACHED[0])), tmp_path / "turned")
+    for folder in (tmp_path / "turned" / "images").iterdir():
+        for picture in folder.iterdir():
+            assert picture.read_bytes() == (tmp_path / "all" / "images" / folder.name / picture.name).read_bytes()
+    assert not (tmp_path / "turned" / "calibration.json").exists()
 
 
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:

@@ -84,6 +84,21 @@ def test_a_picture_and_its_figures(
 
 
 @pytest.mark.parametrize(
+    ("options", "label"), [(["--ratio", "0.5"], "toma 0.5 + mag"), (["--method", "none"], "unmerged + mag")]
+)
+def test_a_cache_is_compared_with_the_plain_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], label: str
+) -> None:
+    arguments = ["generate", "a rose", "--steps", "6", "--size", "64x64", *options, "--out", str(tmp_path / "a.png")]
+    assert main([*arguments, "--cache", "mag:threshold=0.5", "--json"]) == 0
+    original, cached = json.loads(capsys.readouterr().out)["shots"]
+    assert (original["cache"], cached["cache"]["name"], cached["variant"]) == (None, "mag", label)
+    assert main([*arguments, "--json"]) == 0
+    _, uncached = json.loads(capsys.readouterr().out)["shots"]
+    assert cached["mse"] != uncached["mse"]
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--model", "no/such-model"], "bundled name (tiny-flux"),
@@ -93,6 +108,11 @@ def test_a_picture_and_its_figures(
         (["--ratio", "1"], "[0, 1)"),
         (["--device", "cuda:77"], "cannot be used"),
         (["--levels", "2"], "only one"),
+        (["--cache", "first-block:speed=1"], "no field 'speed'"),
+        (["--cache", "taylorseer"], "stores tensors inside of blocks"),
+        (["--cache", "mag", "--model", "tiny-sdxl"], "has no enable_cache"),
+        (["--cache", "mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),
+        (["--device", "cpu", "--compile", "graphs"], "use --compile blocks"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import __version__
 from .config import METHODS, TokenMergeError, presets
-from .options import config_fields, parse_as
+from .options import COMPILE_WAYS, config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
     )
-    make.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    _add_compile(make)
+    make.add_argument(
+        "--cache",
+        metavar="CACHE",
+        help="a step cache of diffusers for the merged pictures, as in first-block:threshold=0.1; or mag, or with "
+        "--method none taylorseer or faster",
+    )
     _add_config_options(make, without=("seed",))
     make.set_defaults(run=_generate)
 
@@ -129,8 +135,9 @@ def _add_eval(commands: Any) -> None:
         nargs="+",
         default=["default"],
         metavar="CONFIG",
-        help="a preset, file or 'default', with fields changed as in toma:ratio=0.5,regions=stripe:64; the unmerged "
-        "model 'none' is always compared (default: the model family's preset)",
+        help="a preset, file or 'default', with fields changed as in toma:ratio=0.5,regions=stripe:64, and a step "
+        "cache as in 'toma + first-block:threshold=0.1'; the unmerged model 'none' is always compared (default: the "
+        "model family's preset)",
     )
     parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
     _add_evaluation_options(parser, model="tiny-flux", number="all", seeds="0", repeats="5", out="evaluation")
@@ -181,7 +188,7 @@ def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) ->
     parser.add_argument("--repeats", type=int, metavar="N", help=f"timed batches, or 0 {told['repeats']}")
     parser.add_argument("--out", metavar="FOLDER", help=f"for all files {told['out']}")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
-    parser.add_argument("--compile", action="store_true", help="compile the transformer blocks")
+    _add_compile(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
     )
@@ -229,12 +236,23 @@ def _add_tune(commands: Any) -> None:
     add("--device", help="cuda, mps or cpu (default: the best there is)")
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)")
     add("--threads", type=int, default=1, metavar="N", help="of the CPU (default: %(default)s)")
-    add("--compile", action="store_true", help="compile the transformer blocks")
+    _add_compile(parser)
     add("--out", default="tuning", metavar="FOLDER", help="for all files (default: %(default)s)")
     add("--resume", action="store_true", help="go on with what is in --out")
     add("--json", action="store_true", help="print JSON instead of a table")
     # CLIP judges a picture by its prompt, which is no drift.
     parser.set_defaults(run=_tune, clip=None)
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const=COMPILE_WAYS[0],
+        choices=COMPILE_WAYS,
+        help="compile the transformer blocks, replay denoiser calls as CUDA graphs, or both (without a value: both, "
+        "as far as the device can)",
+    )
 
 
 def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
@@ -295,7 +313,8 @@ def _generate(options: argparse.Namespace) -> None:
         out=options.out,
         device=options.device,
         dtype=options.dtype,
-        compile_blocks=options.compile,
+        compile=options.compile,
+        cache=options.cache,
     )
     print(json.dumps(result.to_dict(), indent=2) if options.json else result)
 

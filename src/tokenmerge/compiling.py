@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .adapters import denoiser_of, family_of
 from .config import TokenMergeError
 from .graphs import GraphedForward, Phases
+from .hooks import is_cache_hook
 from .state import RECORD
 
 Model = TypeVar("Model")
@@ -55,6 +57,29 @@ def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) ->
     return model
 
 
+def way_on(device: torch.device, way: str | None) -> str | None:
+    """What --compile comes to on a device: blocks, graphs, both or nothing."""
+    if device.type == "cuda" or way is None:
+        return way
+    if way == "graphs":
+        raise TokenMergeError(f"--compile graphs needs a CUDA device, and this is {device}; use --compile blocks")
+    return "blocks"
+
+
+def check_cacheable(way: str | None) -> None:
+    """Refuse a step cache on blocks that --compile compiles."""
+    if way not in (None, "graphs"):
+        raise TokenMergeError(
+            "a cache decides between blocks, outside of compiled code, what runs, and blocks are compiled whole; leave "
+            "out --compile, or use --compile graphs, where calls with a cache run as they are"
+        )
+
+
+def compile_as(model: Model, way: str) -> Model:
+    """`compile`, by one of the ways that `way_on` gives."""
+    return compile(model, blocks=way != "graphs", graphs=way != "blocks")
+
+
 def uncompile(model: Model) -> Model:
     """Undo `compile`. Safe to call twice."""
     denoiser = denoiser_of(model)
@@ -88,7 +113,10 @@ def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool
         )
     if graphs and not device.startswith("cuda"):
         raise TokenMergeError(f"CUDA graphs need a CUDA device, the denoiser is on {device}; use graphs=False")
-    if graphs and (hasattr(denoiser, "_hf_hook") or "_diffusers_hook" in vars(denoiser)):
+    registry = vars(denoiser).get("_diffusers_hook")
+    # Pipelines leave an empty one behind; with a cache, calls run as they are.
+    hooks = [name for name in registry.hooks if not is_cache_hook(name)] if registry is not None else []
+    if graphs and (hasattr(denoiser, "_hf_hook") or hooks):
         raise TokenMergeError(
             "CUDA graphs fix where weights lie, and offload or a hook of the denoiser moves them; use graphs=False"
         )

@@ -1,11 +1,14 @@
-"""Make one picture with and without merging, from the same seed, and tell what it cost and what it changed."""
+"""Make one picture with and without merging, or merging and a step cache, from the same seed, and tell what it cost and
+what it changed."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from PIL import Image
 
 from . import api
 from .adapters import denoiser_of
+from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, load_pipeline
-from .compiling import compile
+from .compiling import check_cacheable, compile_as, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
 from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
@@ -29,6 +33,7 @@ class Variant:
 
     label: str
     config: MergeConfig | None = None
+    cache: StepCache | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Shot:
         return {
             "variant": self.variant.label,
             "config": self.variant.config.to_dict() if self.variant.config else None,
+            "cache": self.variant.cache.to_dict() if self.variant.cache else None,
             "seed": self.seed,
             "seconds": self.seconds,
             "speed_up": self.speed_up,
@@ -120,14 +126,19 @@ def make_picture(
     out: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    compile_blocks: bool = False,
+    compile: str | None = None,
+    cache: str | None = None,
 ) -> Result:
-    """Load a model, make the pictures, write the comparison."""
+    """Load a model, make the pictures, write the comparison. cache: of all pictures but the originals."""
     path = Path(out) if out else Path(f"{slug(prompt)}-{seed}.png")
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
     place = best_device(device)
+    way = way_on(place, compile)
+    step_cache = read_cache(cache) if cache is not None else None
+    if step_cache:
+        check_cacheable(way)
     kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     pipe, defaults = load_pipeline(model, kind, place)
     changes = dict(changes or {})
@@ -135,24 +146,27 @@ def make_picture(
     single = changes.pop("ratio", None)
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
-        variants.append(Variant(_label(config), config))
-    if compile_blocks:
-        compile(pipe)
+        variants.append(Variant(_label(config, step_cache), config, step_cache))
+    if way:
+        compile_as(pipe, way)
     width, height = picture_size(size, defaults, pipe)
     seeds = tuple(range(seed, seed + number))
     request = Request(prompt, steps or defaults.steps, width, height, seeds, guidance, defaults)
     # The untimed run loads kernels and fills caches; compiled code must also see every phase of the schedule twice.
-    warm_up_steps = request.steps if compile_blocks else 2
+    warm_up_steps = request.steps if way else 2
     rows = generate(pipe, request, variants, show_destinations=show_destinations, warm_up_steps=warm_up_steps)
     save_picture(compose(rows, prompt), path)
     return Result(rows, path, environment(place))
 
 
-def _label(config: MergeConfig) -> str:
-    """For a caption: the method, how much it removes, and whether anchors bring back what that costs."""
+def _label(config: MergeConfig, cache: StepCache | None) -> str:
+    """For a caption: the method, how much it removes, whether anchors bring back what that costs, and the cache."""
     anchors = config.schedule.anchor_every
     ratios = "/".join(f"{ratio:g}" for ratio in config.ratios)
-    return f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
+    merging = f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
+    if config.method == "none":
+        merging = "unmerged"
+    return f"{merging} + {cache.name}" if cache else merging
 
 
 def slug(prompt: str) -> str:
@@ -199,12 +213,20 @@ def generate(
 ) -> list[list[Shot]]:
     """For every seed, the original and each variant, each warmed up before it is timed."""
     device = torch.device(pipe._execution_device)
+    _check(pipe, request, variants, device)
     columns: list[list[Shot]] = []
+    ratios = None
+    if any(variant.cache and variant.cache.calibrated for variant in variants):
+        pipe.set_progress_bar_config(desc=f"{'calibration':>12}", leave=False)
+        ratios = calibrate(pipe, partial(draw, pipe, request, request.seeds[:1], request.steps, device), request.steps)
     for variant in (Variant("original"), *variants):
+        disable_cache(pipe)
         if variant.config is None:
             api.remove(pipe)
         else:
             api.apply(pipe, variant.config)
+        if variant.cache:
+            enable_cache(pipe, variant.cache, request.steps, ratios)
         pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
         draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
         pipe.set_progress_bar_config(desc=f"{variant.label:>12}", leave=False)
@@ -219,8 +241,19 @@ def generate(
                 shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
             column.append(shot)
         columns.append(column)
+    disable_cache(pipe)
     api.remove(pipe)
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _check(pipe: Any, request: Request, variants: Sequence[Variant], device: torch.device) -> None:
+    """Refuse what the model does not go with before any picture is made."""
+    steps = min(TRIAL_STEPS, request.steps)
+    pipe.set_progress_bar_config(desc=f"{'trial':>12}", leave=False)
+    for variant in variants:
+        with api.applied(pipe, variant.config) if variant.config else nullcontext():
+            if variant.cache:
+                try_cache(pipe, variant.cache, partial(draw, pipe, request, request.seeds[:1], steps, device), steps)
 
 
 def report(rows: Sequence[Sequence[Shot]]) -> str:

@@ -362,4 +362,8 @@ def cache_hooks(denoiser: nn.Module) -> list[str]:
     """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
     registries = [vars(module).get("_diffusers_hook") for module in denoiser.modules()]
     names = dict.fromkeys(name for registry in registries if registry is not None for name in registry.hooks)
-    return [name for name in names if name.startswith(OUTER_CACHES + INNER_CACHES)]
+    return [name for name in names if is_cache_hook(name)]
+
+
+def is_cache_hook(name: str) -> bool:
+    return name.startswith(OUTER_CACHES + INNER_CACHES)

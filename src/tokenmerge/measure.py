@@ -6,11 +6,13 @@ import importlib.metadata
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 Result = TypeVar("Result")
 
@@ -42,21 +44,37 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: list[tuple[torch.cuda.Event, torch.cuda.Event] | tuple[float, float]] = []
+        self._start: torch.cuda.Event | float | None = None
+        self._laps: list[tuple[torch.cuda.Event | float, torch.cuda.Event | float]] = []
 
     def lap(self, function: Callable[[], object]) -> None:
+        self.start()
+        function()
+        self.stop()
+
+    def start(self) -> None:
+        """Begin a lap; one that was begun and never ended is dropped."""
+        self._start = self._now()
+
+    def stop(self) -> None:
+        """End the lap."""
+        if self._start is None:
+            raise RuntimeError("no lap was begun")
+        self._laps.append((self._start, self._now()))
+        self._start = None
+
+    @property
+    def laps(self) -> int:
+        """How many there were so far."""
+        return len(self._laps)
+
+    def _now(self) -> torch.cuda.Event | float:
         if self._device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            self._laps.append((start, end))
-        else:
-            _wait(self._device)
-            began = time.perf_counter()
-            function()
-            _wait(self._device)
-            self._laps.append((began, time.perf_counter()))
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        _wait(self._device)
+        return time.perf_counter()
 
     def milliseconds(self) -> list[float]:
         """Of every lap so far."""
@@ -65,6 +83,19 @@ class Stopwatch:
             start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else (end - start) * 1e3  # type: ignore[arg-type, operator]
             for start, end in self._laps
         ]
+
+
+@contextmanager
+def timed_calls(module: nn.Module, device: torch.device) -> Iterator[Stopwatch]:
+    """A stopwatch with a lap for every call of a module, whoever makes it, its other hooks included."""
+    watch = Stopwatch(device)
+    before = module.register_forward_pre_hook(lambda *_: watch.start(), prepend=True)
+    after = module.register_forward_hook(lambda *_: watch.stop())
+    try:
+        yield watch
+    finally:
+        before.remove()
+        after.remove()
 
 
 def environment(device: torch.device) -> dict[str, str]:

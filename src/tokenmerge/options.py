@@ -1,12 +1,16 @@
-"""Fields of `MergeConfig` as people type them."""
+"""Configs as people type them: `toma:ratio=0.5,regions=stripe:64`."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from .config import MergeConfig, Schedule
+from .config import MergeConfig, Schedule, TokenMergeError
+
+# What --compile makes fast; the first, as far as the device can, where it names nothing.
+COMPILE_WAYS = ("both", "blocks", "graphs")
 
 
 def config_fields() -> dict[str, Any]:
@@ -19,19 +23,46 @@ def config_fields() -> dict[str, Any]:
 
 def parse_as(hint: Any) -> Any:
     """A parser of command-line text for a field's type: numbers as numbers, tuples by commas."""
-    choices = [
-        choice for choice in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if choice is not type(None)
-    ]
+    several = get_origin(hint) in (UnionType, Union)
+    choices = [choice for choice in (get_args(hint) if several else (hint,)) if choice is not type(None)]
     if get_origin(choices[0]) is tuple:
-        item = get_args(choices[0])[0]
+        item, *others = get_args(choices[0])
 
         def parse(text: str) -> tuple[Any, ...]:
-            return tuple(item(part) for part in text.split(","))
+            parts = tuple(item(part) for part in text.split(","))
+            if others != [...] and len(parts) != 1 + len(others):
+                raise ValueError(f"{1 + len(others)} values are needed")
+            return parts
 
         return parse
     if choices == [int, float]:
         return _number
-    return choices[0]
+    return _truth if choices[0] is bool else choices[0]
+
+
+def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]]:
+    """What a text begins with, and the fields after its colon as they were typed. kind, example: for errors."""
+    match = re.fullmatch(r"(.+?)(?::(\w+=.*))?", text.strip())
+    if not match:
+        raise TokenMergeError(f"a {kind} is empty; write it as in {example}")
+    head, rest = match.groups()
+    found: dict[str, str] = {}
+    name = ""
+    for part in rest.split(",") if rest else ():
+        if "=" not in part:
+            found[name] += f",{part}"
+            continue
+        name, _, value = part.partition("=")
+        if name in found:
+            raise TokenMergeError(f"{kind} {text!r} gives {name} twice; give it once")
+        found[name] = value
+    return head, found
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("write true or false")
+    return text == "true"
 
 
 def _number(text: str) -> int | float:

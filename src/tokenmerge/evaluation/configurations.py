@@ -7,6 +7,8 @@ toma:ratio=0.5,regions=stripe:64        a preset with fields changed
 default:components=self_attention,mlp   a list: what has no = belongs to the field before it
 my.yaml:ratio=0.25                      a YAML or JSON file, as it is or with fields changed
 mine@toma:regions=whole,span=3          under a name of one's own
+toma + first-block:threshold=0.1        with a step cache of diffusers
+none + first-block:threshold=0.1        the same without merging
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..adapters.caches import StepCache, read_cache
 from ..config import MergeConfig, TokenMergeError, load_preset
-from ..options import config_fields, parse_as
+from ..options import config_fields, parse_as, read_fields
 
 BASELINE = "none"
 _DEFAULT = "default"
+_CACHE = " + "
 _LONGEST = 100
 
 
@@ -31,10 +35,16 @@ class Configuration:
 
     label: str
     config: MergeConfig
+    cache: StepCache | None = None
 
     @property
     def merges(self) -> bool:
         return self.config.method != BASELINE
+
+    @property
+    def what(self) -> tuple[MergeConfig, StepCache | None]:
+        """Everything but its name."""
+        return self.config, self.cache
 
     @property
     def folder(self) -> str:
@@ -46,10 +56,17 @@ class Configuration:
 
     @property
     def series(self) -> str:
-        """The label without its ratio: configurations that differ in nothing else make one line in a plot."""
-        head, fields = _parts(self.label)
-        kept = [f"{name}={value}" for name, value in fields.items() if name != "ratio"]
-        return f"{head}:{','.join(kept)}" if kept else head
+        """The label without its ratio and its cache's threshold: configurations that differ in nothing else make one
+        line in a plot."""
+        merging, _, cache = self.label.partition(_CACHE)
+        return f"{_without(merging, 'ratio')}{_CACHE + _without(cache, 'threshold') if cache else ''}"
+
+    @property
+    def knobs(self) -> tuple[float, ...]:
+        """The ratio, where tokens are merged, and the threshold of the cache, where it has one."""
+        threshold = dict(self.cache.values).get("threshold") if self.cache else None
+        ratio = (self.config.ratio,) if self.merges else ()
+        return (*ratio, threshold) if threshold is not None else ratio
 
 
 def read_configurations(
@@ -62,15 +79,20 @@ def read_configurations(
             made.append(text)
             continue
         name, typed = _named(text)
-        head, changes = _split(typed)
+        merging, plus, typed_cache = typed.partition(_CACHE)
+        head, changes = _split(merging)
         base = _base(head, family_preset).replace(**changes)
+        cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue
         if ratios and "ratio" not in changes and base.method != BASELINE:
-            comma = "," if _parts(name)[1] else ":"
-            made += [Configuration(f"{name}{comma}ratio={ratio:g}", base.replace(ratio=ratio)) for ratio in ratios]
+            named, plus, named_cache = name.partition(_CACHE)
+            comma = "," if _parts(named)[1] else ":"
+            for ratio in ratios:
+                label = f"{named}{comma}ratio={ratio:g}{plus}{named_cache}"
+                made.append(Configuration(label, base.replace(ratio=ratio), cache))
         else:
-            made.append(Configuration(name, base))
+            made.append(Configuration(name, base, cache))
     _check_different(made)
     return tuple(made)
 
@@ -89,21 +111,13 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 def _parts(text: str) -> tuple[str, dict[str, str]]:
     """The same, with values as they were typed."""
-    match = re.fullmatch(r"(.+?)(?::(\w+=.*))?", text.strip())
-    if not match:
-        raise TokenMergeError("a configuration is empty; write a preset, as in toma:ratio=0.5")
-    head, rest = match.groups()
-    fields: dict[str, str] = {}
-    name = ""
-    for part in rest.split(",") if rest else ():
-        if "=" not in part:
-            fields[name] += f",{part}"
-            continue
-        name, _, value = part.partition("=")
-        if name in fields:
-            raise TokenMergeError(f"configuration {text!r} gives {name} twice; give it once")
-        fields[name] = value
-    return head, fields
+    return read_fields(text, "configuration", "toma:ratio=0.5")
+
+
+def _without(text: str, field: str) -> str:
+    head, fields = _parts(text)
+    kept = [f"{name}={value}" for name, value in fields.items() if name != field]
+    return f"{head}:{','.join(kept)}" if kept else head
 
 
 def _value(text: str, name: str, value: str) -> Any:
@@ -122,7 +136,7 @@ def _base(head: str, family_preset: str) -> MergeConfig:
 
 def _check_different(configurations: Sequence[Configuration]) -> None:
     """Refuse what would be made twice, or be kept in one folder."""
-    for kind in ("config", "folder"):
+    for kind in ("what", "folder"):
         seen: dict[Any, str] = {}
         for configuration in configurations:
             value = getattr(configuration, kind)

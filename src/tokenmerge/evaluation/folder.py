@@ -6,7 +6,8 @@ values/CONFIG/SAMPLE.json     metrics of one picture
 features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
 sets/CONFIG.json              metrics of sets
-timing/CONFIG.json            seconds and memory
+calibration.json              what the mag cache decides by
+timing/CONFIG/LAP.json        seconds and memory of one timed batch
 metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
 """
 
@@ -65,8 +66,12 @@ class Folder:
     def sets(self, configuration: Configuration) -> Path:
         return self.root / "sets" / f"{configuration.folder}.json"
 
-    def timing(self, configuration: Configuration) -> Path:
-        return self.root / "timing" / f"{configuration.folder}.json"
+    @property
+    def calibration(self) -> Path:
+        return self.root / "calibration.json"
+
+    def timing(self, configuration: Configuration, lap: int) -> Path:
+        return self.root / "timing" / configuration.folder / f"{lap:04d}.json"
 
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""

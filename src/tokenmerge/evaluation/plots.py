@@ -1,4 +1,5 @@
-"""Quality against time: a line for each way of merging, a point for each of its ratios (the paper's Figure 5)."""
+"""Quality against the time of the denoiser: a line for each way of merging or caching, a point for each of its ratios
+and thresholds (as in the paper's Figure 5)."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from .table import conditions
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
 _MARKERS = "osD^vPX"
 _LINES = ("-", "--", ":")
+_HEADING: dict[str, Any] = {"fontsize": 10, "x": 0.01, "ha": "left"}
 # A longer legend would hide points, and goes beside the plot.
 _MOST_INSIDE = 5
 # More or longer entries would leave no place for the plot itself.
@@ -33,9 +35,9 @@ def check_plots() -> None:
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
-    """One plot for each metric that some merged configuration has a figure of."""
+    """One plot for each metric that some configuration beside the baseline has a figure of."""
     # In the order that they were asked for.
-    series = {row.configuration.series: None for row in results.rows if row.configuration.merges}
+    series = {row.configuration.series: None for row in results.rows[1:]}
     styles: dict[str, dict[str, Any]] = {
         name: {
             "color": _COLOURS[place % len(_COLOURS)],
@@ -46,7 +48,7 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     }
     paths = []
     for metric in results.metrics:
-        if any(_point(row, metric) and row.configuration.merges for row in results.rows):
+        if any(_point(row, metric) for row in results.rows[1:]):
             path = folder / f"{metric.name}.png"
             _write_plot(results, metric, styles, path)
             paths.append(path)
@@ -74,23 +76,22 @@ def save_plot(drawn: Any, path: Path) -> None:
 def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
     crowded = len(styles) > _MOST_INSIDE
     drawn, axes = new_plot(8.6 if crowded else 6.4)
-    timed = all(row.seconds for row in results.rows)
-    ratios = {row.configuration.config.ratio for row in results.rows if row.configuration.merges}
-    several = len(ratios) > 1
+    timed = all(row.denoiser_seconds for row in results.rows)
+    several = len({row.configuration.knobs for row in results.rows[1:]}) > 1
     entries = dict(zip(styles, _entries(list(styles)), strict=True))
     for name, style in styles.items():
-        rows = [row for row in results.rows if row.configuration.series == name and _point(row, metric)]
-        rows.sort(key=lambda row: row.configuration.config.ratio)
+        rows = [row for row in results.rows[1:] if row.configuration.series == name and _point(row, metric)]
+        rows.sort(key=lambda row: row.configuration.knobs)
         if not rows:
             continue
-        across = [row.seconds if timed and row.seconds else row.configuration.config.ratio for row in rows]
+        across = [(row.denoiser_seconds if timed else None) or row.configuration.config.ratio for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
         axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
             if timed and several:
                 axes.annotate(
-                    f"{row.configuration.config.ratio:g}",
+                    ", ".join(f"{knob:g}" for knob in row.configuration.knobs),
                     (x, y),
                     textcoords="offset points",
                     xytext=(6, 5),
@@ -100,17 +101,26 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     _mark_baseline(axes, results, metric, timed)
     axes.set_ylim(*_limits(results, metric))
     batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
-    axes.set_xlabel(f"seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed")
+    axes.set_xlabel(
+        f"denoiser seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed"
+    )
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
-    told = f"ratio {min(ratios):g} of tokens removed"
-    if several:
-        told = "numbers are ratios of tokens removed" if timed else "by ratio"
-    drawn.suptitle(f"{metric.title}: {metric.meaning}; {told}", fontsize=10, x=0.01, ha="left")
+    drawn.suptitle("; ".join([f"{metric.title}: {metric.meaning}", *_told(results, timed and several)]), **_HEADING)
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
     save_plot(drawn, path)
+
+
+def _told(results: Results, numbered: bool) -> list[str]:
+    """What the numbers beside points are, or what all points have in common."""
+    merging = {row.configuration.config.ratio for row in results.rows[1:] if row.configuration.merges}
+    if not numbered:
+        return [f"ratio {ratio:g} of tokens removed" for ratio in merging] if len(merging) == 1 else []
+    if not results.settings["caches"]:
+        return ["numbers are ratios of tokens removed"]
+    return ["numbers are ratios and thresholds" if merging else "numbers are thresholds"]
 
 
 def _entries(names: list[str]) -> list[str]:
@@ -131,9 +141,9 @@ def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> 
     if (value := baseline.estimates.get(metric.name)) is not None:
         axes.axhline(value.mean, label=f"{BASELINE} (unmerged)", **style)
         if timed:
-            axes.plot(baseline.seconds, value.mean, marker="x", color="#777777", linestyle="none")
+            axes.plot(baseline.denoiser_seconds, value.mean, marker="x", color="#777777", linestyle="none")
     elif timed:
-        axes.axvline(baseline.seconds, label=f"{BASELINE} (unmerged)", **style)
+        axes.axvline(baseline.denoiser_seconds, label=f"{BASELINE} (unmerged)", **style)
 
 
 def _limits(results: Results, metric: Metric) -> tuple[float, float]:

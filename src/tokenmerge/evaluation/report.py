@@ -71,7 +71,7 @@ def _result_lines(results: Results) -> Iterable[dict[str, object]]:
     }
     counts = {"prompts": len(settings["prompts"]), "seeds": len(settings["seeds"])}
     for row in results.rows:
-        yield {**row.to_dict(), "speed_up": results.speed_up(row), **counts, **conditions}
+        yield {**results.line(row), **counts, **conditions}
 
 
 def _page(results: Results, plots: list[Path]) -> str:

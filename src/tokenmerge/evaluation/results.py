@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from ..quality.metrics import BY_NAME, Choice, Metric
@@ -24,10 +25,15 @@ class Row:
     def seconds(self) -> float | None:
         return self.timing["median"] if self.timing else None
 
+    @property
+    def denoiser_seconds(self) -> float | None:
+        return self.timing["denoiser_seconds"] if self.timing else None
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "label": self.configuration.label,
             "config": self.configuration.config.to_dict(),
+            "cache": self.configuration.cache.to_dict() if self.configuration.cache else None,
             "metrics": {
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },
@@ -53,12 +59,21 @@ class Results:
         return tuple(metric for metric in BY_NAME.values() if metric.name in there)
 
     def to_dict(self) -> Any:
-        rows = [{**row.to_dict(), "speed_up": self.speed_up(row)} for row in self.rows]
+        rows = [self.line(row) for row in self.rows]
         return finite({"settings": self.settings, "results": rows, "missing": self.choice.missing_lines()})
+
+    def line(self, row: Row) -> dict[str, Any]:
+        """A row, and how it compares with the first."""
+        speed = {"speed_up": self.speed_up(row), "denoiser_speed_up": self.denoiser_speed_up(row)}
+        return {**row.to_dict(), **speed}
 
     def speed_up(self, row: Row) -> float | None:
         baseline = self.rows[0].seconds
         return baseline / row.seconds if baseline and row.seconds else None
+
+    def denoiser_speed_up(self, row: Row) -> float | None:
+        baseline = self.rows[0].denoiser_seconds
+        return baseline / row.denoiser_seconds if baseline and row.denoiser_seconds else None
 
 
 def gather(
@@ -76,12 +91,13 @@ def gather(
             path = folder.values(configuration, sample)
             kept = read_json(path) if path.is_file() else {}
             values[configuration.label, sample] = {name: float(value) for name, value in kept.items()}
-        rows.append(_row(folder, choice, configuration, samples, values))
+        rows.append(_row(folder, settings, choice, configuration, samples, values))
     return Results(folder, settings, choice, tuple(rows), tuple(samples), values)
 
 
 def _row(
     folder: Folder,
+    settings: dict[str, Any],
     choice: Choice,
     configuration: Configuration,
     samples: Sequence[Sample],
@@ -97,5 +113,22 @@ def _row(
         estimates[metric.name] = estimate(list(by_prompt.values()))
     if folder.sets(configuration).is_file():
         estimates |= {name: Estimate(float(value)) for name, value in read_json(folder.sets(configuration)).items()}
-    timing = folder.timing(configuration)
-    return Row(configuration, estimates, read_json(timing) if timing.is_file() else None)
+    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]))
+
+
+def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[str, Any] | None:
+    """All laps of a configuration together, and the medians that count."""
+    if not repeats:
+        return None
+    laps = [read_json(folder.timing(configuration, lap)) for lap in range(repeats)]
+    seconds, denoiser = ([lap[name] for lap in laps] for name in ("seconds", "denoiser_seconds"))
+    memory = [lap["peak_memory"] for lap in laps if lap["peak_memory"] is not None]
+    return {
+        "seconds": seconds,
+        "median": median(seconds),
+        "denoiser": denoiser,
+        "denoiser_seconds": median(denoiser),
+        "batch": laps[0]["batch"],
+        "peak_memory": max(memory, default=None),
+        "tokens": laps[0]["tokens"],
+    }

@@ -12,21 +12,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
 
 from .. import api
 from ..adapters import denoiser_of, family_of
+from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
 from ..adapters.loading import load_pipeline
-from ..compiling import compile, uncompile
+from ..compiling import check_cacheable, compile_as, uncompile, way_on
 from ..config import TokenMergeError
 from ..files import write_text
 from ..generate import Request, best_device, draw, picture_size, token_counts
-from ..measure import environment, forget_peak_memory, peak_memory
+from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
@@ -63,7 +63,7 @@ class Task:
     threads: int = 1
     device: str | None = None
     dtype: str | None = None
-    compile: bool = False
+    compile: str | None = None
     # Whether a configuration that the model refuses is told of in the report, and not an error.
     tell_refused: bool = False
 
@@ -90,6 +90,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
             settings = evaluation.folder.begin(evaluation.settings(), resume)
             for line in evaluation.choice.missing_lines():
                 print(f"tokenmerge: {line}", file=sys.stderr)
+            evaluation.calibrate()
         processes.wait_for_everyone()
         evaluation.make_pictures()
         processes.wait_for_everyone()
@@ -136,6 +137,7 @@ class Evaluation:
         if self._device.type == "cuda":
             # Kernels run on the current device, wherever their tensors are.
             torch.cuda.set_device(self._device)
+        self._way = way_on(self._device, task.compile)
         self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         # The first process fetches what is not here yet, the others find it.
         with processes.main_process_first():
@@ -167,6 +169,7 @@ class Evaluation:
         return {
             "model": self.task.model,
             "configurations": {item.label: item.config.to_dict() for item in self.configurations},
+            "caches": {item.label: item.cache.to_dict() for item in self.configurations if item.cache},
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
@@ -175,13 +178,22 @@ class Evaluation:
             "call": request.defaults.call,
             "size": [request.width, request.height],
             "dtype": self._dtype,
-            "compile": self.task.compile,
+            "compile": self._way,
             "batch": self.task.batch,
             "repeats": self.task.repeats,
             "reference": [path.name for path in self._photographs],
             "networks": {name: network.identity for name, network in self.choice.networks.items()},
             "environment": environment(self._device),
         }
+
+    def calibrate(self) -> None:
+        """What some caches need to know of the unmerged model, from the first picture."""
+        if self.folder.calibration.is_file() or not any(
+            item.cache and item.cache.calibrated for item in self.configurations
+        ):
+            return
+        ratios = calibrate(self._pipe, lambda: self._draw(self.samples[0]), self._request.steps)
+        write_text(self.folder.calibration, to_json({"mag_ratios": ratios}))
 
     def make_pictures(self) -> None:
         """This process's share of the pictures, each in a batch of one."""
@@ -190,34 +202,41 @@ class Evaluation:
             if not left:
                 continue
             self._apply(configuration)
-            if self.task.compile:
+            if self._way:
                 # Until every phase has been compiled and recorded, other code runs.
                 self._draw(left[0])
             for sample in self._progress(left, configuration.label):
                 save_picture(self._draw(sample), self.folder.image(configuration, sample))
-        api.remove(self._pipe)
+        self._restore()
 
     def time(self) -> None:
-        """Seconds per picture in batches of the stated size, after one that does not count; and the memory it took."""
-        batch, repeats = self.task.batch, self.task.repeats
-        left = [item for item in self.configurations if repeats and not self.folder.timing(item).is_file()]
-        request = replace(self._request, prompt=self.task.prompts[0])
-        for configuration in self._progress(left, "time"):
+        """Laps of all configurations in turn, so that a slow moment of the machine costs none of them its place."""
+        laps = [(lap, item) for lap in range(self.task.repeats) for item in self.configurations]
+        left = [(lap, item) for lap, item in laps if not self.folder.timing(item, lap).is_file()]
+        for lap, configuration in self._progress(left, "time"):
             self._apply(configuration)
-            draw(self._pipe, request, range(batch), request.steps, self._device)
-            forget_peak_memory(self._device)
-            seconds = []
-            for _ in range(repeats):
-                seconds.append(draw(self._pipe, request, range(batch), request.steps, self._device)[1] / batch)
-            record = {
-                "seconds": seconds,
-                "median": median(seconds),
-                "batch": batch,
-                "peak_memory": peak_memory(self._device),
-                "tokens": token_counts(self._pipe),
-            }
-            write_text(self.folder.timing(configuration), to_json(record))
-        api.remove(self._pipe)
+            write_text(self.folder.timing(configuration, lap), to_json(self._lap()))
+        self._restore()
+
+    def _lap(self) -> dict[str, Any]:
+        """One timed batch, after one that does not count: seconds per picture of the whole call and of the denoiser in
+        it, and the memory it took."""
+        batch, request = self.task.batch, replace(self._request, prompt=self.task.prompts[0])
+
+        def run() -> float:
+            return draw(self._pipe, request, range(batch), request.steps, self._device)[1]
+
+        run()
+        forget_peak_memory(self._device)
+        with timed_calls(denoiser_of(self._pipe), self._device) as watch:
+            seconds = run()
+        return {
+            "seconds": seconds / batch,
+            "denoiser_seconds": sum(watch.milliseconds()) / 1e3 / batch,
+            "batch": batch,
+            "peak_memory": peak_memory(self._device),
+            "tokens": token_counts(self._pipe),
+        }
 
     def measure(self) -> None:
         """Metrics of this process's pictures, and features for metrics of sets."""
@@ -260,29 +279,49 @@ class Evaluation:
         return gather(self.folder, settings, self.choice, self.configurations, self.samples)
 
     def _refusal(self, configuration: Configuration) -> str | None:
-        """Why the model cannot be merged so at this size."""
-        if not configuration.merges:
-            return None
+        """Why the model cannot be merged or cached so at this size."""
         try:
-            api.plan(self._pipe, configuration.config, height=self._request.height, width=self._request.width)
-            with api.applied(self._pipe, configuration.config):
-                return None
+            if configuration.merges:
+                api.plan(self._pipe, configuration.config, height=self._request.height, width=self._request.width)
+                with api.applied(self._pipe, configuration.config):
+                    self._try_cache(configuration)
+            else:
+                self._try_cache(configuration)
         except TokenMergeError as error:
             return str(error)
+        return None
+
+    def _try_cache(self, configuration: Configuration) -> None:
+        if configuration.cache is None:
+            return
+        check_cacheable(self._way)
+        steps = min(TRIAL_STEPS, self._request.steps)
+        request = replace(self._request, prompt=self.task.prompts[0])
+        make = partial(draw, self._pipe, request, self.task.seeds[:1], steps, self._device)
+        try_cache(self._pipe, configuration.cache, make, steps)
 
     def _made(self, configuration: Configuration, sample: Sample) -> bool:
         return self.folder.image(configuration, sample).is_file()
 
     def _apply(self, configuration: Configuration) -> None:
+        disable_cache(self._pipe)
         if configuration.merges:
             api.apply(self._pipe, configuration.config)
         else:
             api.remove(self._pipe)
-        if self.task.compile:
+        if self._way:
             # Code compiled for other token counts before, in this process, might serve these too and round differently.
             uncompile(self._pipe)
             torch.compiler.reset()
-            compile(self._pipe)
+            compile_as(self._pipe, self._way)
+        if configuration.cache:
+            ratios = read_json(self.folder.calibration)["mag_ratios"] if configuration.cache.calibrated else None
+            enable_cache(self._pipe, configuration.cache, self._request.steps, ratios)
+
+    def _restore(self) -> None:
+        """The model as it was loaded."""
+        disable_cache(self._pipe)
+        api.remove(self._pipe)
 
     def _draw(self, sample: Sample) -> Any:
         request = replace(self._request, prompt=sample.prompt)

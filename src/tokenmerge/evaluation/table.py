@@ -10,6 +10,10 @@ from ..quality.statistics import Estimate
 from ..tables import table
 from .results import Results
 
+# By what --compile came to.
+_COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
+_TIMES = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
+
 
 def figure(metric: Metric, value: Estimate | None) -> str:
     """A mean with its interval, in the digits of its metric; empty where there is none."""
@@ -40,10 +44,10 @@ def conditions(results: Results) -> str:
     """What the figures hold for."""
     settings = results.settings
     width, height = settings["size"]
-    prompts, seeds = len(settings["prompts"]), len(settings["seeds"])
+    prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
     return (
         f"{settings['model']}, {width}x{height} pixels, {settings['steps']} steps, {settings['dtype']}"
-        f"{', compiled' if settings['compile'] else ''}; {prompts} prompts x {seeds} seeds; "
+        f"{f', {_COMPILED[way]}' if way else ''}; {prompts} prompts x {seeds} seeds; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
 
@@ -57,9 +61,11 @@ def notes(results: Results) -> list[str]:
     ]
     if timing:
         lines.append(
-            f"Seconds per picture: median over {len(timing['seconds'])} timed batches of {timing['batch']}, "
-            "after one that does not count."
+            f"Seconds per picture, of whole calls and of the denoiser in them: medians over {len(timing['seconds'])} "
+            f"timed batches of {timing['batch']}, all configurations in turn, each batch after one that does not count."
         )
+    if results.settings["compile"] and results.settings["caches"]:
+        lines.append("With a cache, calls of the denoiser run as they are: no CUDA graph replays them.")
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
         against = f"the {count} pictures of the reference folder" if count else "the unmerged pictures"
@@ -75,7 +81,7 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
     """The header and the rows. arrows: point towards better; not every terminal can show them."""
     timed = any(row.timing for row in results.rows)
     memory = any(row.timing and row.timing["peak_memory"] for row in results.rows)
-    header = ["configuration", *(["s / picture", "speed-up"] if timed else []), *(["memory, GiB"] if memory else [])]
+    header = ["configuration", *(_TIMES if timed else []), *(["memory, GiB"] if memory else [])]
     for metric in results.metrics:
         arrow = "↑" if metric.higher_is_better else "↓"
         header.append(f"{metric.title} {arrow}" if arrows else metric.title)
@@ -83,12 +89,16 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
     for row in results.rows:
         line = [row.configuration.label]
         if timed:
-            speed_up = results.speed_up(row)
-            line += [f"{row.seconds:.4g}" if row.seconds else "", f"{speed_up:.2f}x" if speed_up else ""]
+            line += _times(row.seconds, results.speed_up(row))
+            line += _times(row.denoiser_seconds, results.denoiser_speed_up(row))
         if memory:
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
         rows.append(line + [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics])
     return header, rows
+
+
+def _times(seconds: float | None, speed_up: float | None) -> list[str]:
+    return [f"{seconds:.4g}" if seconds else "", f"{speed_up:.2f}x" if speed_up else ""]
 
 
 def comma_separated(results: Results) -> str:
@@ -96,11 +106,12 @@ def comma_separated(results: Results) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [name for metric in results.metrics for name in (metric.name, f"{metric.name}_interval")]
-    writer.writerow(["configuration", "seconds", "speed_up", "batch", "peak_memory", *names])
+    times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
+    writer.writerow(["configuration", *times, "batch", "peak_memory", *names])
     for row in results.rows:
         timing = row.timing or {}
-        line = [row.configuration.label, row.seconds, results.speed_up(row), timing.get("batch")]
-        line.append(timing.get("peak_memory"))
+        line = [row.configuration.label, row.seconds, results.speed_up(row)]
+        line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
         for metric in results.metrics:
             value = row.estimates.get(metric.name)
             line += [value.mean, value.interval] if value else [None, None]

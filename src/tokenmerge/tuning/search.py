@@ -52,7 +52,7 @@ class Search:
     threads: int = 1
     device: str | None = None
     dtype: str | None = None
-    compile: bool = False
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("rungs", 1), ("number", 1), ("repeats", 1), ("seed", 0)):

@@ -1,0 +1,209 @@
+"""Step caches of diffusers: as typed, calibrated, forgotten between pictures, and refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import diffusers.hooks
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+import tokenmerge
+from tokenmerge import TokenMergeError
+from tokenmerge.adapters.caches import calibrate, disable_cache, enable_cache, read_cache, try_cache
+from tokenmerge.adapters.loading import load_pipeline
+from tokenmerge.generate import Request, draw
+from tokenmerge.hooks import cache_hooks
+from tokenmerge.pictures import to_tensor
+
+CPU = torch.device("cpu")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def flux() -> tuple[Any, Any]:
+    pipe, defaults = load_pipeline("tiny-flux", torch.float32, CPU)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, defaults
+
+
+def picture(flux: tuple[Any, Any], seed: int = 0, guidance: float | None = None) -> Tensor:
+    pipe, defaults = flux
+    request = Request(f"a photo of flower {seed}", STEPS, 64, 64, (), guidance, defaults)
+    (made,), _ = draw(pipe, request, (seed,), STEPS, CPU)
+    return to_tensor(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "values"),
+    [
+        ("first-block", "first-block", {"threshold": 0.05}),
+        (" first-block:threshold=0.1", "first-block", {"threshold": 0.1}),
+        ("mag:max_skip_steps=2", "mag", {"threshold": 0.06, "max_skip_steps": 2, "retention_ratio": 0.2}),
+        (
+            "taylorseer:cache_interval=3,taylor_factors_dtype=float32,use_lite_mode=true",
+            "taylorseer",
+            {
+                "cache_interval": 3,
+                "disable_cache_before_step": 3,
+                "disable_cache_after_step": None,
+                "max_order": 1,
+                "taylor_factors_dtype": torch.float32,
+                "use_lite_mode": True,
+            },
+        ),
+        (
+            "faster:spatial_attention_timestep_skip_range=-1,900",
+            "faster",
+            {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 900)},
+        ),
+    ],
+)
+def test_caches_as_typed(text: str, name: str, values: dict[str, Any]) -> None:
+    cache = read_cache(text)
+    assert (cache.name, dict(cache.values)) == (name, values)
+    # Defaults are values like others.
+    assert read_cache(f"{name}:{','.join(f'{key}={typed(value)}' for key, value in values.items() if value)}") == cache
+
+
+def typed(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).removeprefix("torch.").replace("True", "true")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "a cache is empty; write it as in first-block:threshold=0.1"),
+        ("second-block", "'second-block' is unknown; choose from first-block, mag, taylorseer, faster"),
+        ("first-block + mag", "'first-block + mag' is unknown"),
+        ("first-block:mag_ratios=1", "no field 'mag_ratios' to set; fields are threshold"),
+        ("mag:mag_ratios=1", "fields are threshold, max_skip_steps, retention_ratio"),
+        ("mag:max_skip_steps=1.5", "max_skip_steps cannot be '1.5'"),
+        ("mag:threshold=0.1,threshold=0.2", "gives threshold twice"),
+        ("mag:retention_ratio=1.5", "retention_ratio is 1.5; it must be from 0 to 1"),
+        ("first-block:threshold=-1", "threshold is -1; it must be 0 or more"),
+        ("first-block:threshold=nan", "threshold is nan"),
+        ("taylorseer:disable_cache_before_step=0", "it must be 1 or more"),
+        ("taylorseer:use_lite_mode=yes", "write true or false"),
+        ("taylorseer:taylor_factors_dtype=int8", "write float32"),
+        ("faster:spatial_attention_timestep_skip_range=1", "2 values are needed"),
+        ("faster:spatial_attention_timestep_skip_range=-1,1001", "from -1 to 1000"),
+    ],
+)
+def test_caches_that_cannot_be(text: str, words: str) -> None:
+    with pytest.raises(TokenMergeError) as error:
+        read_cache(text)
+    assert words in str(error.value)
+
+
+def test_a_cache_that_diffusers_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(diffusers.hooks, "MagCacheConfig")
+    with pytest.raises(TokenMergeError, match="has no MagCacheConfig; install a newer one"):
+        read_cache("mag")
+
+
+@pytest.mark.parametrize(
+    ("text", "guidance", "merged"),
+    [
+        ("first-block:threshold=0.9", None, False),
+        ("first-block:threshold=0.9", None, True),
+        ("mag:threshold=0.9", None, False),
+        ("mag:threshold=0.9", None, True),
+        ("taylorseer:cache_interval=2,disable_cache_before_step=2", None, False),
+        ("faster:spatial_attention_timestep_skip_range=-1,1000", 1.0, False),
+    ],
+)
+def test_a_picture_does_not_depend_on_those_before_it(
+    flux: tuple[Any, Any], text: str, guidance: float | None, merged: bool
+) -> None:
+    pipe, _ = flux
+    plain = picture(flux, guidance=guidance)
+    cache = read_cache(text)
+    ratios = calibrate(pipe, partial(picture, flux, guidance=guidance), STEPS) if cache.calibrated else None
+    if merged:
+        tokenmerge.apply(pipe, ratio=0.5)
+    uncached = picture(flux, guidance=guidance)
+    enable_cache(pipe, cache, STEPS, ratios)
+    first = picture(flux, guidance=guidance)
+    other = picture(flux, seed=1, guidance=guidance)
+    assert torch.equal(picture(flux, guidance=guidance), first)
+    assert torch.equal(picture(flux, seed=1, guidance=guidance), other)
+    assert not torch.equal(first, uncached)
+    disable_cache(pipe)
+    assert torch.equal(picture(flux, guidance=guidance), uncached)
+    tokenmerge.remove(pipe)
+    assert cache_hooks(pipe.transformer) == []
+    assert torch.equal(picture(flux, guidance=guidance), plain)
+
+
+def test_calibration_is_the_growth_of_the_conditional_residual(
+    flux: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Residuals taken by hooks of the first and last block, and their ratios by the definition."""
+    pipe, _ = flux
+    transformer = pipe.transformer
+    given: list[Tensor] = []
+    residuals: list[Tensor] = []
+    hooks = [
+        transformer.transformer_blocks[0].register_forward_pre_hook(
+            lambda module, args, kwargs: given.append(kwargs["hidden_states"]), with_kwargs=True
+        ),
+        transformer.single_transformer_blocks[-1].register_forward_hook(
+            lambda module, args, output: residuals.append(output[1] - given[-1])
+        ),
+    ]
+    picture(flux)
+    for hook in hooks:
+        hook.remove()
+    # With guidance every other call is unconditional.
+    norms = [residual.norm(dim=-1) for residual in residuals[::2]]
+    expected = [1.0, *((now / before).mean().item() for before, now in pairwise(norms))]
+    assert len(residuals) == 2 * STEPS
+    assert calibrate(pipe, partial(picture, flux), STEPS) == pytest.approx(expected, rel=1e-4)
+    assert capsys.readouterr().out == ""
+    assert not transformer.is_cache_enabled
+
+
+@pytest.mark.parametrize("steps", [STEPS - 2, STEPS + 1])
+def test_calibration_needs_one_call_a_step(flux: tuple[Any, Any], steps: int) -> None:
+    """More calls than steps are those of a scheduler of higher order, fewer those of a call that starts in between."""
+    pipe, _ = flux
+    with pytest.raises(TokenMergeError, match=rf"one call a step, and FluxPipeline made 12 in {steps} steps"):
+        calibrate(pipe, partial(picture, flux), steps)
+    assert not pipe.transformer.is_cache_enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio", "words"),
+    [
+        ("faster", None, "FluxPipeline makes 12 in 6 steps; use another cache, or no guidance"),
+        ("taylorseer", 0.5, "stores tensors inside of blocks"),
+    ],
+)
+def test_a_cache_that_does_not_go_with_the_model_is_refused(
+    flux: tuple[Any, Any], text: str, ratio: float | None, words: str
+) -> None:
+    pipe, _ = flux
+    if ratio:
+        tokenmerge.apply(pipe, ratio=ratio)
+    try:
+        with pytest.raises(TokenMergeError, match=words):
+            try_cache(pipe, read_cache(text), partial(picture, flux), STEPS)
+        assert not pipe.transformer.is_cache_enabled
+    finally:
+        tokenmerge.remove(pipe)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd3"])
+def test_a_model_without_caches_is_refused(family: str) -> None:
+    pipe = tiny.build(family)
+    name = type(tiny.denoiser_of(pipe)).__name__
+    with pytest.raises(TokenMergeError, match=rf"{name} has no enable_cache in diffusers .*; leave out the cache"):
+        enable_cache(pipe, read_cache("first-block"), STEPS)
+    disable_cache(pipe)
