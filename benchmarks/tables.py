@@ -77,13 +77,14 @@ def eval_table(names: list[str]) -> str:
     paper = {record["label"]: record for record in read([PAPER]) if record["study"] == study}
     ours = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in records)]
     theirs = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in paper.values())]
-    header = ["configuration", "s / picture", "speed-up", *(_title(metric) for metric in ours)]
+    header = ["configuration", "s / picture", "speed-up", "denoiser speed-up", *(_title(metric) for metric in ours)]
     header += ["paper: speed-up"] * bool(paper) + [f"paper: {metric.title}" for metric in theirs]
     rows = []
     for record in records:
         timing, known = record["timing"], paper.get(record["label"])
         row = [f"`{record['label']}`"]
-        row += [f"{timing['median']:.4g}", f"{record['speed_up']:.2f}x"] if timing else ["", ""]
+        row += [f"{timing['median']:.4g}"] if timing else [""]
+        row += [f"{record[name]:.2f}x" if timing else "" for name in ("speed_up", "denoiser_speed_up")]
         row += [_figure(metric, record["metrics"].get(metric.name)) for metric in ours]
         if paper:
             row.append(f"{paper['none']['seconds'] / known['seconds']:.2f}x" if known else "")
