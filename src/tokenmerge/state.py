@@ -174,7 +174,7 @@ class _Anchors:
     image: int
     ratio: float
     sizes: list[GapSize]  # of every memory
-    steps: list[int] = field(default_factory=list)  # the last two
+    steps: list[int] = field(default_factory=list)  # the last two that ran
 
 
 class MergeGroup:
@@ -359,6 +359,7 @@ class MergeState:
         self.mode = "merged"  # or full, or anchor: merged and full both
         self._memories: list[tuple[MergeGroup, GapMemory]] = []
         self._anchors: dict[tuple[int, tuple[Any, ...]], _Anchors] = {}  # by turn and size
+        self._pending: tuple[_Anchors, int] | None = None  # the last call's, and its step, if it was to be an anchor
         self._ahead: dict[int, Tensor] = {}
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
@@ -391,7 +392,14 @@ class MergeState:
             seen = self._anchors[turn, call.size] = _Anchors(image, ratio, self._gap_sizes(call))
         if self.config.schedule.anchors(step, seen.steps[-1] if seen.steps else None):
             self.mode = "anchor"
+
+    def _settle_anchor(self) -> None:
+        """Note the anchor of the last call. One whose blocks a cache has skipped saw no gap: it does not count, and the
+        next call is an anchor in its place."""
+        if self._pending is not None and any(maps for maps, _ in self.done()):
+            seen, step = self._pending
             seen.steps = [*seen.steps[-1:], step]
+        self._pending = None
 
     def _gap_sizes(self, call: DenoiserCall) -> list[GapSize]:
         """Of every memory, in this call."""
@@ -404,6 +412,7 @@ class MergeState:
         if not self._memories or self.mode == "full":
             return
         seen = self._anchors[turn, call.size]
+        self._pending = (seen, self.clock.step) if self.mode == "anchor" else None
         if turn not in self._ahead or self._ahead[turn].device != call.device:
             with torch.inference_mode(False):
                 self._ahead[turn] = torch.zeros((), device=call.device)
@@ -450,6 +459,7 @@ class MergeState:
 
     def enter(self, call: DenoiserCall) -> None:
         """At the start of a denoiser call: learn the step and the grids, and lay out tensors of their size."""
+        self._settle_anchor()
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
