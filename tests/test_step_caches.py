@@ -83,19 +83,19 @@ def without_skipped_calls(pipe: Any, calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("gap", ["hold", "linear"])
+@pytest.mark.parametrize("options", [{}, {"gap": "linear"}, {"coverage": 0.8, "gap": "linear"}], ids=str)
 @pytest.mark.parametrize("cache", CACHES)
-def test_skipped_calls_are_as_if_they_were_not_there(cache: str, gap: str, guided: bool) -> None:
+def test_skipped_calls_are_as_if_they_were_not_there(cache: str, options: dict[str, Any], guided: bool) -> None:
     """The picture is that of a model without a cache whose skipped calls are left out: there no anchor is ever missed,
     and every gap is that of the maps in use."""
-    pipe = build(gap=gap)
+    pipe = build(**options)
     calls = Calls(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
     cached = draw(pipe, guided=guided)
     assert all(missed > 0 for missed in calls.missed_anchors(1 + guided))
     if cache == "first block" and guided:
         assert calls.ran[0::2] != calls.ran[1::2]
-    other = build(gap=gap)
+    other = build(**options)
     without_skipped_calls(other, calls)
     assert torch.equal(draw(other, guided=guided), cached)
 

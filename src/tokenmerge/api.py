@@ -58,7 +58,9 @@ class Summary:
             lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
-            lines += ["", table(columns, [[str(group[column]) for column in columns] for group in self.groups])]
+            if self.plan.config.coverage is not None:
+                columns[4:4] = ["ratio", "coverage"]
+            lines += ["", table(columns, [[_cell(group[column]) for column in columns] for group in self.groups])]
         return "\n".join(lines)
 
 
@@ -148,6 +150,8 @@ def summary(model: Any) -> Summary:
                 "group": group.name,
                 "sites": sum(site.group == group.name for site in record.plan.merged_sites),
                 "grid": " + ".join(map(str, group.grids)) or "not run yet",
+                "ratio": group.ratio if partition else None,
+                "coverage": group.coverage,
                 "tokens": f"{partition.layout.tokens} -> {partition.layout.merged}" if partition else "not run yet",
                 "regions": partition.description if partition else "not run yet",
                 "selected": group.selections,
@@ -203,6 +207,12 @@ def resolve_config(
     method = options.get("method")
     base = config or load_preset(preset or (method if method in BASELINES else family.preset))
     return base.replace(**options) if options else base
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "not run yet"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:

@@ -152,6 +152,8 @@ def _label(config: MergeConfig) -> str:
     """For a caption: the method, how much it removes, and whether anchors bring back what that costs."""
     anchors = config.schedule.anchor_every
     ratios = "/".join(f"{ratio:g}" for ratio in config.ratios)
+    if config.coverage is not None:
+        ratios = f"to {config.ratio:g}, coverage {config.coverage:g}"
     return f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
 
 

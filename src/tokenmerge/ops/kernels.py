@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..grid import split_regions
 from . import reference
+from .reference import mean_coverages as mean_coverages
 from .reference import pick_weights as pick_weights
 from .reference import pinv_weights as pinv_weights
 
