@@ -189,8 +189,6 @@ class MergeConfig:
                 raise TokenMergeError(f"{name} is {ratios}; it is one or more ratios in [0, 1), as in (0.25, 0.5)")
         if self.step_ratios is not None and self.block_ratios is not None:
             raise TokenMergeError("both step_ratios and block_ratios were given; give one of them")
-        if self.coverage is not None:
-            self._check_coverage(self.coverage)
         for name, choices in (
             ("method", METHODS),
             ("selection", SELECTIONS),
@@ -203,6 +201,8 @@ class MergeConfig:
             ("backend", BACKENDS),
         ):
             _check_choice(name, getattr(self, name), choices)
+        if self.coverage is not None:
+            self._check_coverage(self.coverage)
         for component in self.components:
             _check_choice("components", component, COMPONENTS)
         if not self.components:
@@ -242,8 +242,8 @@ class MergeConfig:
         for name, needed in (("method", "toma"), ("selection", "facility-location"), ("similarity", "cosine")):
             if getattr(self, name) != needed:
                 raise TokenMergeError(
-                    f"coverage needs {name}={needed!r}, whose choices of fewer destinations are the first of more; not "
-                    f"{getattr(self, name)!r}: use that, or a fixed ratio"
+                    f"coverage is what toma's facility location makes large, in cosine similarity, and {name} is "
+                    f"{getattr(self, name)!r}; use {name}={needed!r}, or a fixed ratio"
                 )
 
     @property
