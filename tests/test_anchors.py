@@ -278,12 +278,3 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 def test_methods_without_lasting_maps_are_refused(method: str) -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match="another map at every step"):
         tokenmerge.apply(tiny.build("sdxl"), preset=method, sites="block", anchor_every=3)
-
-
-def test_caches_that_skip_blocks_are_refused() -> None:
-    from diffusers.hooks import FirstBlockCacheConfig
-
-    pipe = tokenmerge.apply(tiny.build("flux"), **ANCHORED)
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(tokenmerge.TokenMergeError, match="anchors have to run"):
-        tiny.draw(pipe)

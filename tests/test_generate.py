@@ -83,6 +83,15 @@ def test_a_picture_and_its_figures(
     assert result["shots"][1]["mse"] < result["shots"][2]["mse"]
 
 
+def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--size", "64x64", "--steps", "3", "--out", str(tmp_path / "rose.png"), "--json"]
+    target = ["--ratio", "0.75", "--coverage", "0", "--destinations-every", "2"]
+    assert main(["generate", "a rose", *options, *target]) == 0
+    shot = json.loads(capsys.readouterr().out)["shots"][1]
+    assert (shot["variant"], shot["config"]["coverage"]) == ("toma to 0.75, coverage 0", 0.0)
+    assert shot["tokens"] == "64 -> 16"
+
+
 @pytest.mark.parametrize(
     ("options", "label"), [(["--ratio", "0.5"], "toma 0.5 + mag"), (["--method", "none"], "unmerged + mag")]
 )
@@ -113,6 +122,7 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--cache", "mag", "--model", "tiny-sdxl"], "has no enable_cache"),
         (["--cache", "mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),
         (["--device", "cpu", "--compile", "graphs"], "use --compile blocks"),
+        (["--coverage", "1.5"], "[0, 1]"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

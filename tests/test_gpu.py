@@ -313,6 +313,20 @@ def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDERS)
+def test_graphs_of_a_ratio_that_coverage_chooses(build: object) -> None:
+    loop = _Loop(build, torch.float16)
+    tokenmerge.apply(loop.denoiser, ratio=0.75, coverage=0.0, scheduler=loop.scheduler, destinations_every=2)
+    launched = loop.run()
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    assert all(torch.equal(loop.run(), launched) for _ in range(3))
+    told = tokenmerge.summary(loop.denoiser)
+    # Steps 0 to 3 are: select and reuse at a third, select and reuse at all of the ratio.
+    assert " 4 CUDA graphs so far" in told.compiled
+    assert "cannot" not in told.compiled
+    assert all(group["ratio"] == 0.75 and 0 < group["coverage"] <= 1 for group in told.groups)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
 def test_compiled_blocks_inside_of_graphs(build: object) -> None:
     torch._dynamo.reset()
     loop = _Loop(build, torch.float32)

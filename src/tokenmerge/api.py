@@ -15,7 +15,7 @@ from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
 from .config import BASELINES, MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
-from .hooks import INNER_CACHES, BlockSite, ComponentSite, EntrySite, Installation, Span, cache_hooks
+from .hooks import INNER_CACHES, BlockSite, ComponentSite, EntrySite, Installation, Span, cache_hooks, leads_cache
 from .methods import method_for
 from .planning import Plan, plan_model
 from .state import RECORD, MergeGroup, MergeState
@@ -58,7 +58,9 @@ class Summary:
             lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
-            lines += ["", table(columns, [[str(group[column]) for column in columns] for group in self.groups])]
+            if self.plan.config.coverage is not None:
+                columns[4:4] = ["ratio", "coverage"]
+            lines += ["", table(columns, [[_cell(group[column]) for column in columns] for group in self.groups])]
         return "\n".join(lines)
 
 
@@ -148,6 +150,8 @@ def summary(model: Any) -> Summary:
                 "group": group.name,
                 "sites": sum(site.group == group.name for site in record.plan.merged_sites),
                 "grid": " + ".join(map(str, group.grids)) or "not run yet",
+                "ratio": group.ratio if partition else None,
+                "coverage": group.coverage,
                 "tokens": f"{partition.layout.tokens} -> {partition.layout.merged}" if partition else "not run yet",
                 "regions": partition.description if partition else "not run yet",
                 "selected": group.selections,
@@ -205,6 +209,12 @@ def resolve_config(
     return base.replace(**options) if options else base
 
 
+def _cell(value: Any) -> str:
+    if value is None:
+        return "not run yet"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
     before = vars(denoiser).get(RECORD)
@@ -254,7 +264,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             installation.add(part, block.module, name)
 
     def at_image_start() -> None:
-        _check_caches(denoiser, plan_.config)
+        _check_caches(denoiser, plan_)
         _check_fused(denoiser, plan_.config)
         installation.follow()
 
@@ -319,24 +329,27 @@ def _check_chunks(block: nn.Module) -> None:
         )
 
 
-def _check_caches(denoiser: nn.Module, config: MergeConfig) -> None:
+def _check_caches(denoiser: nn.Module, plan_: Plan) -> None:
     """Refuse caches, enabled since `apply`, that merging does not go with."""
+    config = plan_.config
     for name in cache_hooks(denoiser):
         if name.startswith(INNER_CACHES):
             raise TokenMergeError(
                 f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
                 "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
             )
-        if config.schedule.anchor_every:
-            raise TokenMergeError(
-                f"a cache ({name}) skips blocks that anchors have to run, and old gaps would meet new maps; "
-                "use anchor_every=0, or call disable_cache()"
-            )
         if config.sites == "span":
             raise TokenMergeError(
                 f"a cache ({name}) compares tokens between blocks, where a span has merged ones; "
                 "use sites='block', or call disable_cache()"
             )
+    if config.schedule.anchor_every:
+        for site in plan_.merged_sites:
+            if leads_cache(site.block.module):
+                raise TokenMergeError(
+                    f"a cache runs {site.name!r} in every call and may skip all blocks after it, so its anchors would "
+                    "not be theirs; use skip_first=1 or more, which leaves it whole, anchor_every=0, or MagCache"
+                )
 
 
 def _scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:

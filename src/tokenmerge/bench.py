@@ -239,6 +239,11 @@ def candidates_for(
     for ratio in ratios:
         for preset in presets:
             config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio, **changes)
+            if config.coverage is not None:
+                raise TokenMergeError(
+                    f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
+                    "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
+                )
             if config.method in ("toma", *SELECTIONS):
                 bound = config.replace(
                     method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0

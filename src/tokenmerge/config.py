@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -30,6 +30,8 @@ _TUPLES = ("step_ratios", "block_ratios", "components", "levels")
 REGION_KINDS = ("whole", "tile", "stripe")
 
 DEFAULT_REGION_COUNT = 64
+# Shares of `ratio` that a coverage target chooses from: few, since each has tensors and recordings of its own.
+_BUCKETS = 3
 
 
 class TokenMergeError(ValueError):
@@ -134,6 +136,9 @@ class MergeConfig:
     """Everything that decides what merging does. `ratio` is the share of tokens removed."""
 
     ratio: float = 0.5
+    # The least mean similarity of tokens to their best destination. With it `ratio` is the most that may be removed,
+    # and each selection removes a third, two thirds or all of that.
+    coverage: float | None = None
     # Other ratios, for equal parts of the merging window, or of the merged blocks of each group, first to last.
     step_ratios: tuple[float, ...] | None = None
     block_ratios: tuple[float, ...] | None = None
@@ -196,6 +201,8 @@ class MergeConfig:
             ("backend", BACKENDS),
         ):
             _check_choice(name, getattr(self, name), choices)
+        if self.coverage is not None:
+            self._check_coverage(self.coverage)
         for component in self.components:
             _check_choice("components", component, COMPONENTS)
         if not self.components:
@@ -221,10 +228,44 @@ class MergeConfig:
                     f"{name} is {skip}; write a number of blocks (an integer from 0) or a share of them (in [0, 1))"
                 )
 
+    def _check_coverage(self, coverage: float) -> None:
+        if not 0.0 <= coverage <= 1.0:
+            raise TokenMergeError(
+                f"coverage is {coverage}; it is a mean cosine similarity and must be in [0, 1], for example 0.9"
+            )
+        for name in ("step_ratios", "block_ratios"):
+            if getattr(self, name) is not None:
+                raise TokenMergeError(
+                    f"both coverage and {name} were given, and both choose ratios; give one of them, and with coverage "
+                    "the most that may be removed as ratio"
+                )
+        for name, needed in (("method", "toma"), ("selection", "facility-location"), ("similarity", "cosine")):
+            if getattr(self, name) != needed:
+                raise TokenMergeError(
+                    f"coverage is what toma's facility location makes large, in cosine similarity, and {name} is "
+                    f"{getattr(self, name)!r}; use {name}={needed!r}, or a fixed ratio"
+                )
+
+    @property
+    def buckets(self) -> tuple[float, ...]:
+        """The ratios that a coverage target chooses from, ascending; without one, the ratio alone."""
+        if self.coverage is None:
+            return (self.ratio,)
+        return (*(self.ratio * part / _BUCKETS for part in range(1, _BUCKETS)), self.ratio)
+
+    def next_ratio(self, used: float, coverages: Sequence[float]) -> float:
+        """The bucket of the next selection: the largest whose coverage reached the target at the last one, made at the
+        ratio `used`; or, if not even that did, the one below it. Coverages are by bucket, those below `used` unknown.
+        """
+        assert self.coverage is not None
+        place = self.buckets.index(used)
+        reached = [at for at in range(place, len(self.buckets)) if coverages[at] >= self.coverage]
+        return self.buckets[reached[-1] if reached else max(0, place - 1)]
+
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Every ratio that some step or block has."""
-        return self.step_ratios or self.block_ratios or (self.ratio,)
+        """Every ratio that some step or block may have."""
+        return self.step_ratios or self.block_ratios or self.buckets
 
     @property
     def needs_length(self) -> bool:

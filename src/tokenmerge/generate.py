@@ -163,6 +163,8 @@ def _label(config: MergeConfig, cache: StepCache | None) -> str:
     """For a caption: the method, how much it removes, whether anchors bring back what that costs, and the cache."""
     anchors = config.schedule.anchor_every
     ratios = "/".join(f"{ratio:g}" for ratio in config.ratios)
+    if config.coverage is not None:
+        ratios = f"to {config.ratio:g}, coverage {config.coverage:g}"
     merging = f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
     if config.method == "none":
         merging = "unmerged"

@@ -19,6 +19,8 @@ from .config import MergeConfig, Regions, TokenMergeError
 
 # A tile may be at most this much longer or shorter than wished before a ragged one of the right shape is better.
 _MAX_STRETCH = 2.0
+# With a coverage target regions have enough tokens to remove this share of them, whatever share is removed.
+_BUCKETED_RATIO = 0.25
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,16 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
 def layout_for(token_count: int, config: MergeConfig) -> Layout:
     """The layout of `token_count` tokens: k = round(n (1 - ratio)) destinations per selection region, at least one, and
     at least one less than tokens, so that a small ratio does not come to nothing in small regions."""
-    select_size = region_size(token_count, config.select_in, config.ratio)
+    # Whichever ratio a coverage target chooses must lie in the same regions.
+    ratio = _BUCKETED_RATIO if config.coverage is not None and config.ratio else config.ratio
+    select_size = region_size(token_count, config.select_in, ratio)
     if config.merge_regions is None:
         merge_size = select_size
     elif config.merge_in.kind == "whole":
         merge_size = token_count
     else:
         # A merging region is made of whole selection regions: each must hold the same number of destinations.
-        wished = region_size(token_count, config.merge_in, config.ratio) / select_size
+        wished = region_size(token_count, config.merge_in, ratio) / select_size
         merge_size = select_size * nearest_divisor(token_count // select_size, wished)
     most = select_size - 1 if config.ratio else select_size
     count = max(1, min(most, round(select_size * (1.0 - config.ratio))))

@@ -31,6 +31,8 @@ from .state import MergeGroup, MergeState, Slot, refresh
 # inside, where tokens are merged.
 OUTER_CACHES = ("fbc_", "mag_cache_")
 INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
+# Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
+_CACHE_LEADER = "fbc_leader"
 # The arguments of a call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -360,10 +362,20 @@ def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 def cache_hooks(denoiser: nn.Module) -> list[str]:
     """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
-    registries = [vars(module).get("_diffusers_hook") for module in denoiser.modules()]
-    names = dict.fromkeys(name for registry in registries if registry is not None for name in registry.hooks)
+    names = dict.fromkeys(name for module in denoiser.modules() for name in _hook_names(module))
     return [name for name in names if is_cache_hook(name)]
 
 
 def is_cache_hook(name: str) -> bool:
     return name.startswith(OUTER_CACHES + INNER_CACHES)
+
+
+def leads_cache(block: nn.Module) -> bool:
+    """Whether a block also runs in calls in which a cache skips the others."""
+    return any(name.startswith(_CACHE_LEADER) for name in _hook_names(block))
+
+
+def _hook_names(module: nn.Module) -> list[str]:
+    """Of diffusers' hooks on a module."""
+    registry = vars(module).get("_diffusers_hook")
+    return [] if registry is None else list(registry.hooks)

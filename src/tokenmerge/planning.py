@@ -133,7 +133,8 @@ class Plan:
                 "",
                 f"Multiplications in transformer blocks, by the paper's cost model: merging saves {self.saved:.1%}",
             ]
-            lines[-1] += f" and spends {self.spent:.1%}."
+            most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
+            lines[-1] += f" and spends {self.spent:.1%}{most}."
         reasons = skip_reasons(self.sites)
         if reasons:
             lines += ["", "Not merged:", *(f"  {count} x {reason}" for reason, count in reasons.items())]
@@ -144,6 +145,8 @@ class Plan:
         counts = f"{len(self.merged_sites)} of {len(self.sites)} sites"
         ratios = ", ".join(f"{ratio:g}" for ratio in self.config.ratios)
         over = " over steps" if self.config.step_ratios else " over blocks" if self.config.block_ratios else ""
+        if self.config.coverage is not None:
+            ratios, over = f"{self.config.ratio:g} or less", f" for a coverage of {self.config.coverage:g}"
         return f"{self.config.method} at ratio {ratios}{over}, {how[self.config.sites]}, {counts}"
 
 

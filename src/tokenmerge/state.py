@@ -113,6 +113,7 @@ class _Record:
     selected: int | None = None
     weighed: int | None = None
     rotary: bool = False  # whether the rotary tables follow the selection
+    coverages: list[float] | None = None  # of the selection, once they have been read from the device
 
 
 @dataclass
@@ -149,8 +150,13 @@ class _History:
     def record(self, call: int, image: int) -> _Record:
         known = self.records.get(call)
         if known is None or known.image != image or call == _MAX_CALLS:
-            known = self.records[call] = _Record(image)
+            return self.new_record(call, image)
         return known
+
+    def new_record(self, call: int, image: int) -> _Record:
+        """Forget what `call` had."""
+        self.records[call] = _Record(image)
+        return self.records[call]
 
 
 @dataclass
@@ -159,7 +165,15 @@ class Slot:
 
     map: MergeMap | ClusterMap
     rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
+    # fp32 [buckets], where a target chooses the ratio; written by a selection, from the ratio of this slot on.
+    coverages: Tensor | None = None
     history: _History = field(default_factory=_History)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that belongs to one call of a step."""
+        measured = [] if self.coverages is None else [self.coverages]
+        return [*self.map.tensors, *self.rotary, *measured]
 
     @property
     def merges(self) -> bool:
@@ -174,7 +188,8 @@ class _Anchors:
     image: int
     ratio: float
     sizes: list[GapSize]  # of every memory
-    steps: list[int] = field(default_factory=list)  # the last two
+    steps: list[int] = field(default_factory=list)  # the last two that ran
+    removed: list[float] = field(default_factory=list)  # by every group at the last one
 
 
 class MergeGroup:
@@ -193,7 +208,7 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        ratios = config.step_ratios or (config.ratio,)
+        ratios = config.step_ratios or config.buckets
         self._configs = {each: method.settle(config.replace(ratio=each, step_ratios=None)) for each in ratios}
         self._wish = config
         self._config = self._configs[ratios[0]]
@@ -203,36 +218,68 @@ class MergeGroup:
         self._generator = torch.Generator()
         self._seeded_for = -1
         self._due: _Due | None = None
+        self._chosen: dict[tuple[int, tuple[Any, ...]], float] = {}  # buckets in this image, by turn and size
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
-    def enter(self, call: DenoiserCall, *, anchor: bool) -> None:
+    def enter(self, call: DenoiserCall, *, mode: str) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         self.settle()
-        self._config = self._configs[self._wish.ratio_at(self._clock.position)]
-        size = (call.batch, self.token_count(call), call.text_tokens, call.dtype, call.device)
-        key = (self._config.ratio, *size)
-        if key not in self._slots:
-            while len(self._slots) >= _MAX_SIZES * len(self._configs):
-                del self._slots[next(iter(self._slots))]
-            self._slots[key] = self._allocate(*size, call.rotary_width)
-        self.slot = slot = self._slots[key]
         image, step, turn = self._clock.now
         turn = min(turn, _MAX_CALLS)
         if image != self._seeded_for:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
+            self._chosen.clear()
             self._seeded_for = image
-        with torch.no_grad():
-            slot.history.bring_in(turn, [*slot.map.tensors, *slot.rotary])
+        slot = self._enter_slot(self._ratio_now(turn, call), turn, call)
         record = slot.history.record(turn, image)
-        phase = self._config.schedule.phase(step, record.selected, record.weighed, anchor=anchor)
-        if self._method.PER_BLOCK:
-            phase = "select"
-        elif record.selected is not None and not self._method.REFRESHES:
-            phase = "reuse"
+        phase = self._phase(record, step, anchor=mode == "anchor")
+        if phase == "select" and mode != "full" and record.selected is not None and self._wish.coverage is not None:
+            record = self._choose_ratio(slot, record, turn, call)
         self._due = _Due(record, step, phase)
         self.partition = self._partition_on(call.device)
+
+    def _ratio_now(self, turn: int, call: DenoiserCall) -> float:
+        """Of the maps that a call has, or begins with."""
+        if self._wish.coverage is None:
+            return self._wish.ratio_at(self._clock.position)
+        # Early steps are the most sensitive, and a selection at the smallest ratio measures what all others cover.
+        return self._chosen.setdefault((turn, call.size), self._wish.buckets[0])
+
+    def _choose_ratio(self, slot: Slot, record: _Record, turn: int, call: DenoiserCall) -> _Record:
+        """Go over to the ratio that the last selection calls for, in whose slot the next one will be made."""
+        assert slot.coverages is not None
+        if record.coverages is None:
+            # Waits for the device, once for every selection.
+            record.coverages = slot.coverages.tolist()
+        ratio = self._wish.next_ratio(self._config.ratio, record.coverages)
+        if ratio == self._config.ratio:
+            return record
+        self._chosen[turn, call.size] = ratio
+        # Maps that this turn had there before are older than those it leaves.
+        return self._enter_slot(ratio, turn, call).history.new_record(turn, record.image)
+
+    def _enter_slot(self, ratio: float, turn: int, call: DenoiserCall) -> Slot:
+        """Point `slot` at the tensors of a ratio and size, holding the maps of a turn."""
+        self._config = self._configs[ratio]
+        size = (call.batch, self.token_count(call), call.text_tokens, call.dtype, call.device)
+        key = (ratio, *size)
+        if key not in self._slots:
+            while len(self._slots) >= _MAX_SIZES * len(self._configs):
+                del self._slots[next(iter(self._slots))]
+            self._slots[key] = self._allocate(*size, call.rotary_width)
+        self.slot = slot = self._slots[key]
+        with torch.no_grad():
+            slot.history.bring_in(turn, slot.tensors)
+        return slot
+
+    def _phase(self, record: _Record, step: int, *, anchor: bool) -> str:
+        if self._method.PER_BLOCK:
+            return "select"
+        if record.selected is not None and not self._method.REFRESHES:
+            return "reuse"
+        return self._config.schedule.phase(step, record.selected, record.weighed, anchor=anchor)
 
     def token_count(self, call: DenoiserCall) -> int:
         """Image tokens at this group's level."""
@@ -249,7 +296,7 @@ class MergeGroup:
             due.record.weighed = due.step
             self.weighings += due.maps_done
             if due.phase == "select":
-                due.record.selected, due.record.rotary = due.step, False
+                due.record.selected, due.record.rotary, due.record.coverages = due.step, False, None
                 self.selections += due.maps_done
         due.record.rotary |= due.rotary_done > 0
 
@@ -265,7 +312,10 @@ class MergeGroup:
             )
             tables = 2 if rotary_width else 0
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
-        return Slot(merge_map, rotary)
+            coverages = None
+            if self._wish.coverage is not None:
+                coverages = torch.full((len(self._wish.buckets),), torch.nan, dtype=torch.float32, device=device)
+        return Slot(merge_map, rotary, coverages)
 
     def has_due(self, tables: list[Tensor]) -> bool:
         """Whether a refresh has work left in this call, for a site with these rotary tables."""
@@ -296,10 +346,32 @@ class MergeGroup:
                 with torch.autocast(tokens.device.type, enabled=False):
                     given = Given(tokens, self.partition, self._config, self._generator, self.shared, ops)
                     self._method.renew(merge_map, due.phase, given)
+                    if due.phase == "select":
+                        self._measure_coverages(given, merge_map.destinations)
         if tables and (again or not due.rotary_done):
             due.rotary_done += 1
             if self._rotary_is_due(due):
                 ops.gather_rotary(tables, merge_map.destinations[0], rotary)
+
+    def _measure_coverages(self, given: Given, destinations: Tensor) -> None:
+        """Keep the coverage that a selection [S, M] has, and those that larger ratios would have."""
+        assert self.slot is not None
+        if self.slot.coverages is None:
+            return
+        layout, buckets = given.partition.layout, self._wish.buckets
+        place = buckets.index(self._config.ratio)
+        counts = [self._method.layout(layout.tokens, self._configs[each]).select_count for each in buckets[place:]]
+        selected = destinations.unflatten(1, (layout.select_regions, layout.select_count))
+        measured = given.ops.mean_coverages(given.tokens, given.partition.order, selected, counts)
+        self.slot.coverages[place:].copy_(measured)
+
+    @property
+    def coverage(self) -> float | None:
+        """Of the maps in use, where a target chooses the ratio and a selection was made. Waits for the device."""
+        self.settle()
+        if self.slot is None or self.slot.coverages is None or self._due is None or self._due.record.selected is None:
+            return None
+        return self.slot.coverages[self._wish.buckets.index(self._config.ratio)].item()
 
     @staticmethod
     def _rotary_is_due(due: _Due) -> bool:
@@ -359,6 +431,7 @@ class MergeState:
         self.mode = "merged"  # or full, or anchor: merged and full both
         self._memories: list[tuple[MergeGroup, GapMemory]] = []
         self._anchors: dict[tuple[int, tuple[Any, ...]], _Anchors] = {}  # by turn and size
+        self._pending: tuple[_Anchors, int] | None = None  # the last call's, and its step, if it was to be an anchor
         self._ahead: dict[int, Tensor] = {}
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
@@ -391,7 +464,17 @@ class MergeState:
             seen = self._anchors[turn, call.size] = _Anchors(image, ratio, self._gap_sizes(call))
         if self.config.schedule.anchors(step, seen.steps[-1] if seen.steps else None):
             self.mode = "anchor"
-            seen.steps = [*seen.steps[-1:], step]
+
+    def _settle_anchor(self) -> None:
+        """Note the anchor of the last call. One whose blocks a cache has skipped saw no gap: it does not count, and the
+        next call is an anchor in its place."""
+        if self._pending is not None and any(maps for maps, _ in self.done()):
+            seen, step = self._pending
+            removed = [group.ratio for group in self.groups]
+            # From a gap at another ratio nothing can be extrapolated.
+            seen.steps = [*seen.steps[-1:], step] if removed == seen.removed else [step]
+            seen.removed = removed
+        self._pending = None
 
     def _gap_sizes(self, call: DenoiserCall) -> list[GapSize]:
         """Of every memory, in this call."""
@@ -404,6 +487,7 @@ class MergeState:
         if not self._memories or self.mode == "full":
             return
         seen = self._anchors[turn, call.size]
+        self._pending = (seen, self.clock.step) if self.mode == "anchor" else None
         if turn not in self._ahead or self._ahead[turn].device != call.device:
             with torch.inference_mode(False):
                 self._ahead[turn] = torch.zeros((), device=call.device)
@@ -450,6 +534,7 @@ class MergeState:
 
     def enter(self, call: DenoiserCall) -> None:
         """At the start of a denoiser call: learn the step and the grids, and lay out tensors of their size."""
+        self._settle_anchor()
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
@@ -470,7 +555,7 @@ class MergeState:
             self._forget_gaps()
         self._see_grids(call)
         for group in self.groups:
-            group.enter(call, anchor=self.mode == "anchor")
+            group.enter(call, mode=self.mode)
         self._enter_memories(call)
         ratios = {group.ratio for group in self.groups}
         if any(ratios) and not any(group.slot and group.slot.merges for group in self.groups):

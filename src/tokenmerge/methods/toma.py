@@ -51,5 +51,7 @@ class Toma(LinearMethod):
     def making(self, layout: Layout, width: int, config: MergeConfig) -> float:
         looks = config.selection not in ("random", "uniform")
         selection = looks * layout.tokens * layout.select_size * width / config.schedule.destinations_every
+        if config.coverage is not None:
+            selection += layout.tokens * layout.select_count * width / config.schedule.destinations_every
         weights = layout.tokens * (layout.merge_count + 1) * width / config.schedule.weights_every
         return selection + weights

@@ -7,6 +7,7 @@ are tested against this file. Section numbers are those of the ToMA paper.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,20 @@ def coverage(similarity: Tensor, destinations: Tensor) -> Tensor:
     return similarity.gather(-1, index).amax(-1).sum(-1)
 
 
+def mean_coverages(tokens: Tensor, order: Tensor | None, destinations: Tensor, counts: Sequence[int]) -> Tensor:
+    """Mean cosine similarity of tokens to the best of the first destinations of their region, for each of `counts`.
+
+    tokens: [B, N, C] row-major; order: [N] or None; destinations: [S, R, k] row-major token indices in the order they
+    were chosen, S in {1, B}; counts: from 1 to k. Returns fp32 [len(counts)], means over regions and samples. Greedy
+    picks are nested, so the first destinations are those that a selection of fewer would choose.
+    """
+    sources = _directions(split_regions(tokens, order, destinations.shape[1]), "cosine")
+    pairs = sources @ _destination_directions(tokens, destinations, "cosine").transpose(-1, -2)
+    # As selection sees them, so that equal tokens have a similarity of 1 exactly.
+    pairs = with_exact_sums(torch.nan_to_num(pairs, nan=0.0))
+    return torch.stack([pairs[..., :count].amax(-1).mean() for count in counts])
+
+
 def weigh(
     tokens: Tensor,
     order: Tensor | None,
@@ -171,12 +186,8 @@ def weigh(
     1 over the destinations. Returns merge [B, R, k, n], A with rows divided by their sums, so that each merged token is
     a mean; and unmerge [B, R, n, k], the transpose of A, so that each source gets a mean of merged results.
     """
-    batch, _, channels = tokens.shape
-    _, regions, count = destinations.shape
-    sources = _directions(split_regions(tokens, order, regions), similarity)
-    index = destinations.expand(batch, regions, count).reshape(batch, -1, 1)
-    picked = tokens.gather(1, index.expand(-1, -1, channels)).view(batch, regions, count, channels)
-    targets = _directions(picked, similarity)
+    sources = _directions(split_regions(tokens, order, destinations.shape[1]), similarity)
+    targets = _destination_directions(tokens, destinations, similarity)
     pairs = torch.nan_to_num(targets @ sources.transpose(-1, -2), nan=0.0)
     spread = torch.softmax(pairs / temperature, dim=-2)
     totals = spread.sum(-1, keepdim=True)
@@ -259,6 +270,15 @@ def _directions(tokens: Tensor, similarity: str) -> Tensor:
     if similarity == "cosine":
         return F.normalize(tokens, dim=-1, eps=1e-12)
     return tokens / tokens.shape[-1] ** 0.25
+
+
+def _destination_directions(tokens: Tensor, destinations: Tensor, similarity: str) -> Tensor:
+    """[B, R, k, C] of the tokens [B, N, C] at destinations [S, R, k]."""
+    batch, _, channels = tokens.shape
+    _, regions, count = destinations.shape
+    index = destinations.expand(batch, regions, count).reshape(batch, -1, 1)
+    picked = tokens.gather(1, index.expand(-1, -1, channels)).view(batch, regions, count, channels)
+    return _directions(picked, similarity)
 
 
 def _column(similarity: Tensor, pick: Tensor) -> Tensor:
