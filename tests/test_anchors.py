@@ -115,7 +115,7 @@ def test_gaps_hold_no_graph_of_gradients() -> None:
     loop.set_timesteps()
     arguments = family_of(denoiser).example(denoiser, 2, 16, 16)
     denoiser(**arguments, return_dict=False)
-    memories = [memory for _, memory in denoiser._tokenmerge.state._memories]
+    memories = [memory for _, memory in denoiser._tokenmerge.state.anchors._memories]
     assert memories
     assert not any(memory.current.image.values.requires_grad for memory in memories)
 
@@ -138,7 +138,7 @@ def test_gaps_extrapolate_linearly_in_the_noise_level() -> None:
     for gap in ("hold", "linear"):
         denoiser, loop = build("sdxl", anchor_every=2, gap=gap, levels=(4,))
         state = denoiser._tokenmerge.state
-        _, memory = state._memories[0]
+        _, memory = state.anchors._memories[0]
         loop.set_timesteps()
         for step in range(4):
             call(denoiser)

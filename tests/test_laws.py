@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge.calls import DenoiserCall
 from tokenmerge.config import Regions
 from tokenmerge.grid import (
     TokenGrid,
@@ -22,10 +23,11 @@ from tokenmerge.grid import (
     partition_grids,
     split_regions,
 )
+from tokenmerge.groups import refresh
 from tokenmerge.mergemap import MergeMap
 from tokenmerge.methods import Given, method_for
 from tokenmerge.ops import reference
-from tokenmerge.state import DenoiserCall, MergeState, refresh
+from tokenmerge.state import MergeState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rows of weights are rounded to the tokens' dtype, so their sums are off by as much.

@@ -15,10 +15,11 @@ from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
 from .config import BASELINES, MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
+from .groups import MergeGroup
 from .hooks import INNER_CACHES, BlockSite, ComponentSite, EntrySite, Installation, Span, cache_hooks, leads_cache
 from .methods import method_for
 from .planning import Plan, plan_model
-from .state import RECORD, MergeGroup, MergeState
+from .state import RECORD, MergeState
 from .tables import table
 
 Model = TypeVar("Model")
@@ -159,7 +160,7 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    return Summary(record.plan, tuple(groups), compiled_state(denoiser), record.state.gap_bytes)
+    return Summary(record.plan, tuple(groups), compiled_state(denoiser), record.state.anchors.nbytes)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         group, block, ports = groups[site.group], site.block, site.block.kind.ports
         if site.part is None:
             span = Span() if site.first else span
-            memory = state.add_memory(group, block.width, has_text=ports.outputs is not None)
+            memory = state.anchors.add_memory(group, block.width, has_text=ports.outputs is not None)
             place = BlockSite(
                 site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
             )

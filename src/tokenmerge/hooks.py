@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from .config import TokenMergeError
 from .gaps import Gap, GapMemory
-from .state import MergeGroup, MergeState, Slot, refresh
+from .groups import MergeGroup, Slot, refresh
+from .state import MergeState
 
 # Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
 # inside, where tokens are merged.

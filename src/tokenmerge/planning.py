@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from .adapters import Block, Component, Family
+from .calls import DenoiserCall, grid_at_level
 from .config import MergeConfig, TokenMergeError
 from .grid import Layout, TokenGrid
 from .methods import method_for
-from .state import DenoiserCall, grid_at_level
 from .tables import table
 
 # How the paper's 7 d^2 N + 2 d N^2 multiplications of a block divide over its components: (d^2 N, d N^2).

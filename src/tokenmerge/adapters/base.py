@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calls import DenoiserCall
 from ..config import MergeConfig, TokenMergeError
 from ..hooks import Argument, Ports
-from ..state import DenoiserCall
 
 
 @dataclass(frozen=True)

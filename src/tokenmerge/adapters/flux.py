@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
+from ..calls import DenoiserCall
 from ..hooks import Argument, Ports
-from ..state import DenoiserCall
 from .base import Block, BlockKind, Component, Family, as_tensor, noise
 
 _ROTARY = Argument("image_rotary_emb", 3)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from diffusers import SD3Transformer2DModel
 
+from ..calls import DenoiserCall
 from ..hooks import Argument, Ports
-from ..state import DenoiserCall
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _JOINT = BlockKind(

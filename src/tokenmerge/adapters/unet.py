@@ -8,8 +8,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 
+from ..calls import DenoiserCall
 from ..hooks import Argument, Ports
-from ..state import DenoiserCall
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _BLOCK = BlockKind(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..adapters import Family, denoiser_of, family_of
 from ..adapters.base import Block
 from ..adapters.loading import load_pipeline
+from ..calls import DenoiserCall, grid_at_level
 from ..generate import Request, best_device, draw, picture_size
 from ..grid import TokenGrid
 from ..hooks import Installation
-from ..state import DenoiserCall, grid_at_level
 
 
 @dataclass(frozen=True)

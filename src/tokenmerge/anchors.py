@@ -1,0 +1,126 @@
+"""Anchors: which denoiser calls are anchors, and the memories of gaps that blocks keep between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import DenoiserCall
+from .clock import Clock
+from .config import MergeConfig
+from .gaps import Gap, GapMemory, GapSize
+from .groups import MAX_CALLS, MergeGroup
+
+
+@dataclass
+class _Seen:
+    """The anchors of one turn and size in an image."""
+
+    image: int
+    ratio: float
+    sizes: list[GapSize]  # of every memory
+    steps: list[int] = field(default_factory=list)  # the last two that ran
+    removed: list[float] = field(default_factory=list)  # by every group at the last one
+
+
+class Anchors:
+    """Decides which calls are anchors, and points every memory at the gap of a call."""
+
+    def __init__(self, config: MergeConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._memories: list[tuple[MergeGroup, GapMemory]] = []
+        self._seen: dict[tuple[int, tuple[Any, ...]], _Seen] = {}  # by turn and size
+        self._pending: tuple[_Seen, int] | None = None  # the last call's, and its step, if it was to be an anchor
+        self._ahead: dict[int, Tensor] = {}
+
+    @property
+    def exist(self) -> bool:
+        return self._config.schedule.anchor_every > 0
+
+    def add_memory(self, group: MergeGroup, width: int, *, has_text: bool) -> GapMemory | None:
+        """Where a block of a group remembers gaps, if there are anchors."""
+        if not self.exist:
+            return None
+        memory = GapMemory(width, has_text)
+        self._memories.append((group, memory))
+        return memory
+
+    def mode(self, call: DenoiserCall) -> str:
+        """Of a call that is to merge: an anchor, if it is time for one in its turn of the step."""
+        image, step, turn = self._clock.now
+        if turn >= MAX_CALLS:
+            # No gap is kept for so many calls, and anchors at every step would cost more than merging saves.
+            return "full"
+        # Another ratio has other maps, so gaps of the last one mean nothing to it.
+        ratio = self._config.ratio_at(self._clock.position)
+        seen = self._seen.get((turn, call.size))
+        if seen is None or (seen.image, seen.ratio) != (image, ratio):
+            seen = self._seen[turn, call.size] = _Seen(image, ratio, self._sizes(call))
+        due = self._config.schedule.anchors(step, seen.steps[-1] if seen.steps else None)
+        return "anchor" if due else "merged"
+
+    def settle(self, groups: list[MergeGroup]) -> None:
+        """Note the anchor of the last call. One whose blocks a cache has skipped saw no gap: it does not count, and the
+        next call is an anchor in its place."""
+        if self._pending is not None and any(group.done[0] for group in groups):
+            seen, step = self._pending
+            removed = [group.ratio for group in groups]
+            # From a gap at another ratio nothing can be extrapolated.
+            seen.steps = [*seen.steps[-1:], step] if removed == seen.removed else [step]
+            seen.removed = removed
+        self._pending = None
+
+    def enter(self, call: DenoiserCall, mode: str) -> None:
+        """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
+        turn = self._clock.call
+        if not self._memories or mode == "full":
+            return
+        seen = self._seen[turn, call.size]
+        self._pending = (seen, self._clock.step) if mode == "anchor" else None
+        if turn not in self._ahead or self._ahead[turn].device != call.device:
+            with torch.inference_mode(False):
+                self._ahead[turn] = torch.zeros((), device=call.device)
+        ahead, linear = self._ahead[turn], self._config.gap == "linear"
+        if linear:
+            ahead.fill_(self._distance(seen.steps))
+        for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
+            if group.slot is not None and group.slot.merges:
+                memory.enter(size, turn, ahead, linear=linear, float8=self._config.gap_dtype == "float8")
+
+    def forget(self) -> None:
+        """Give up gaps of sizes that the last two images did not have: two sizes may take turns."""
+        for (turn, size), seen in list(self._seen.items()):
+            if seen.image < self._clock.image - 2:
+                del self._seen[turn, size]
+                for (_, memory), gap_size in zip(self._memories, seen.sizes, strict=True):
+                    memory.forget(gap_size, turn)
+
+    @property
+    def gaps(self) -> list[Gap | None]:
+        """Of this call, by memory."""
+        return [memory.current for _, memory in self._memories]
+
+    def still_hold(self, gaps: list[Gap | None]) -> bool:
+        """Whether none of an earlier call's gaps has been given up since."""
+        return all(memory.holds(gap) for (_, memory), gap in zip(self._memories, gaps, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all gaps."""
+        return sum(memory.nbytes for _, memory in self._memories)
+
+    def _sizes(self, call: DenoiserCall) -> list[GapSize]:
+        """Of every memory, in this call."""
+        tokens = [group.token_count(call) for group, _ in self._memories]
+        return [GapSize(call.batch, count, call.text_tokens, call.dtype, call.device) for count in tokens]
+
+    def _distance(self, steps: list[int]) -> float:
+        """Of this step from the last anchor over that between the last two, in noise levels; 0 after one."""
+        if len(steps) < 2:
+            return 0.0
+        before, last, now = (self._clock.noise_level(step) for step in (*steps[-2:], self._clock.step))
+        return (now - last) / (last - before) if last != before else 0.0

@@ -1,0 +1,55 @@
+"""DenoiserCall: what merging must know of one call of a denoiser, and how its image tokens lie."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import TokenMergeError
+from .grid import TokenGrid
+
+
+class DenoiserCall(NamedTuple):
+    """What an adapter reads off the arguments of one denoiser call."""
+
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    timestep: Tensor
+    height: int = 0  # of the grid that level 0 has; 0 where positions come as ids
+    width: int = 0
+    tokens: int = 0  # image tokens, where positions come as ids
+    ids: Tensor | None = None  # [N, 3] image number, row and column of every image token
+    text_tokens: int = 0
+    rotary_width: int = 0
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What the tensors of a call depend on."""
+        return self.batch, self.dtype, self.device, self.height, self.width, self.tokens, self.text_tokens
+
+
+def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:
+    """Height and width of a level; each halves the one above it, rounding up."""
+    height, width = call.height, call.width
+    for _ in range(level):
+        height, width = (height + 1) // 2, (width + 1) // 2
+    return height, width
+
+
+def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:
+    """The images of a sequence, from the image number, row and column of every token ([N, 3])."""
+    places = ids.detach().to("cpu", torch.int64)
+    _, lengths = places[:, 0].unique_consecutive(return_counts=True)
+    grids = []
+    for image in places.split(lengths.tolist()):
+        height, width = (int(axis.max() - axis.min()) + 1 for axis in (image[:, 1], image[:, 2]))
+        if height * width != len(image):
+            raise TokenMergeError(
+                f"img_ids place {len(image)} tokens on a {height}x{width} grid; merging needs every place filled once, "
+                "as the pipeline's own ids do"
+            )
+        grids.append(TokenGrid(height, width))
+    return tuple(grids)
