@@ -50,11 +50,11 @@ SEARCH = Search(
     rungs=2,
     number=1,
     steps=2,
-    size="128x128",
+    size="256x256",
     device="cpu",
 )
 COMMAND = ["tune", "--candidates", "6", "--rungs", "2", "--number", "1", "--steps", "2"]
-COMMAND += ["--size", "128x128", "--device", "cpu"]
+COMMAND += ["--size", "256x256", "--device", "cpu"]
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
@@ -248,7 +248,7 @@ def test_what_a_search_writes(finished: Path) -> None:
     assert marked.endswith(f"| {found['chosen']['label']} |")
     assert "4 prompts that the search had not seen" in text
     header = [line for line in (finished / "preset.yaml").read_text().splitlines() if line.startswith("#")]
-    for words in ("MSE", "128x128 pixels", "2 steps", "tiny-flux"):
+    for words in ("MSE", "256x256 pixels", "2 steps", "tiny-flux"):
         assert any(words in line for line in header)
 
 
@@ -263,7 +263,7 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
         made = []
         for prompt in held_out["prompts"]:
             for seed in held_out["seeds"]:
-                request = Request(prompt, 2, 128, 128, (), None, defaults)
+                request = Request(prompt, 2, 256, 256, (), None, defaults)
                 made.append(np.asarray(draw(pipe, request, (seed,), 2, torch.device("cpu"))[0][0], dtype=np.float64))
         return np.stack(made)
 
