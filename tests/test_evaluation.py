@@ -25,7 +25,7 @@ from PIL import Image
 
 from judges import write_networks
 from test_readme import save_sdxl
-from tokenmerge import TokenMergeError, files
+from tokenmerge import TokenMergeError, cli, files
 from tokenmerge.cli import main
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
@@ -478,6 +478,17 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
     assert len({item.folder for item in made}) == len(made)
     assert all(item.cache is None for item in made)
     assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
+
+
+@pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
+    """The files that `tokenmerge eval @FILE` is to be run with."""
+    path = Path(__file__).parents[1] / "benchmarks" / "fronts" / f"{model}.args"
+    options = cli._parser().parse_args(["eval", f"@{path}"])
+    assert (options.model, options.size, options.batch) == (model, "512x512", 16)
+    found = read_configurations(options.configs, None, preset)
+    assert len(found) == len(options.configs) + 1
+    assert {"toma:ratio=0.5", "default:ratio=0.5,anchor_every=0,start=0"} <= {item.label for item in found}
 
 
 def test_caches_as_typed_with_configurations() -> None:

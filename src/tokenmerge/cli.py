@@ -128,8 +128,10 @@ def _add_eval(commands: Any) -> None:
         help="compare configurations by time and quality over many prompts and seeds",
         description="Make pictures with every configuration, measure and time them, and report. Everything is kept as "
         "it is made; --resume goes on after an interruption. `accelerate launch -m tokenmerge eval ...` splits the "
-        "work over processes, with the same results.",
+        "work over processes, with the same results. @FILE stands for the arguments in a file, one to a line.",
+        fromfile_prefix_chars="@",
     )
+    parser.convert_arg_line_to_args = _arguments_in
     parser.add_argument(
         "--configs",
         nargs="+",
@@ -142,6 +144,12 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
     _add_evaluation_options(parser, model="tiny-flux", number="all", seeds="0", repeats="5", out="evaluation")
     parser.set_defaults(run=_eval, model="tiny-flux", seeds=(0,), repeats=5, out="evaluation")
+
+
+def _arguments_in(line: str) -> list[str]:
+    """Of a file of arguments: one to a line, none in empty lines and comments."""
+    text = line.strip()
+    return [text] if text and not text.startswith("#") else []
 
 
 def _add_reproduce(commands: Any) -> None:
