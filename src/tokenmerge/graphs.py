@@ -26,7 +26,7 @@ from .config import TokenMergeError
 from .hooks import cache_hooks
 
 # Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
-_MAX_GRAPHS = 16
+_MAX_GRAPHS = 32
 # Recordings pushed out by others before no more are made: some argument has another value at every call.
 _MAX_LOSSES = 64
 # Kinds of call whose first occurrence is remembered.
