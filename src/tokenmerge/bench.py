@@ -394,7 +394,7 @@ def _advice(mode: str) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase (10-90 %)", "launches", "peak GiB"]
-    header.append("end to end ms")
+    header += ["end to end ms", "first call s"]
     lines = list(_lines(rows))
     # What was not measured has no column.
     shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
@@ -415,6 +415,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
             str(row.record["launches"] or ""),
             f"{peak / 2**30:.2f}" if peak else "",
             f"{statistics.median(row.loops):.0f}" if row.loops else "",
+            f"{row.record['first_call_s']:.1f}" if "compiled" in row.record["mode"] else "",
         ]
 
 
