@@ -94,7 +94,8 @@ def eval_table(names: list[str]) -> str:
     width, height = first["size"]
     conditions = (
         f"{first['model']}, {width}x{height} pixels, {first['steps']} steps, {first['dtype']}, {first['prompts']} "
-        f"prompts x {first['seeds']} seeds, {first['environment']['device']}, torch {first['environment']['torch']}; "
+        f"prompts x {first['seeds']} seeds{', compiled: ' + first['compile'] if first['compile'] else ''}, "
+        f"{first['environment']['device']}, torch {first['environment']['torch']}; "
         f"time in batches of {first['timing']['batch'] if first['timing'] else 0}"
     )
     return f"{markdown(header, rows)}\n\n{conditions}."

@@ -606,7 +606,7 @@ def test_a_prompt_file_that_is_not_there() -> None:
         (["--compile", "graphs"], "use --compile blocks"),
         (["--configs", "default + mag", "--compile"], "leave out --compile"),
         (["--configs", "none + taylor"], "choose from first-block"),
-        (["--configs", "default:anchor_every=3 + first-block"], "anchors have to run"),
+        (["--configs", "default:anchor_every=3 + first-block"], "use skip_first=1"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tiny
 import tokenmerge
+from tokenmerge.adapters import family_of
 
 STEPS = 12
 ANCHORED: dict[str, Any] = {"ratio": 0.5, "skip_first": 1, "anchor_every": 3, "destinations_every": 4}
@@ -138,6 +139,17 @@ def test_a_first_block_that_runs_in_skipped_calls_is_refused() -> None:
         draw(pipe)
     pipe.transformer.disable_cache()
     assert torch.equal(draw(pipe), anchored)
+
+
+def test_a_refused_call_is_refused_again() -> None:
+    """Without a scheduler a second try is another call of the same step."""
+    transformer = tiny.build("flux").transformer
+    tokenmerge.apply(transformer, anchor_every=3, skip_first=0)
+    transformer.enable_cache(CACHES["first block"])
+    arguments = family_of(transformer).example(transformer, 1, 16, 16)
+    for _ in range(2):
+        with pytest.raises(tokenmerge.TokenMergeError, match="use skip_first=1"):
+            transformer(**arguments)
 
 
 def test_mag_cache_skips_the_first_block_too_so_it_may_merge() -> None:

@@ -35,7 +35,7 @@ class Anchors:
         self._memories: list[tuple[MergeGroup, GapMemory]] = []
         self._seen: dict[tuple[int, tuple[Any, ...]], _Seen] = {}  # by turn and size
         self._pending: tuple[_Seen, int] | None = None  # the last call's, and its step, if it was to be an anchor
-        self._ahead: dict[int, Tensor] = {}
+        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # by turn
 
     @property
     def exist(self) -> bool:
@@ -81,10 +81,10 @@ class Anchors:
             return
         seen = self._seen[turn, call.size]
         self._pending = (seen, self._clock.step) if mode == "anchor" else None
-        if turn not in self._ahead or self._ahead[turn].device != call.device:
+        if (turn, call.device) not in self._ahead:
             with torch.inference_mode(False):
-                self._ahead[turn] = torch.zeros((), device=call.device)
-        ahead, linear = self._ahead[turn], self._config.gap == "linear"
+                self._ahead[turn, call.device] = torch.zeros((), device=call.device)
+        ahead, linear = self._ahead[turn, call.device], self._config.gap == "linear"
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):

@@ -144,8 +144,7 @@ def summary(model: Any) -> Summary:
         return Summary(None, compiled=compiled_state(denoiser))
     groups = []
     for group in record.state.groups:
-        group.settle()
-        partition = group.partition
+        partition = group.partition if group.has_maps else None
         groups.append(
             {
                 "group": group.name,
@@ -178,7 +177,7 @@ def token_maps(model: Any) -> list[TokenMap]:
     record = vars(denoiser_of(model)).get(RECORD)
     maps = []
     for group in record.state.groups if record is not None else ():
-        if group.partition is None or group.slot is None:
+        if group.partition is None or group.slot is None or not group.has_maps:
             continue
         grid, layout = group.grids[0], group.partition.layout
         places = group.partition.order if group.partition.order is not None else torch.arange(layout.tokens)

@@ -259,7 +259,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
         const=COMPILE_WAYS[0],
         choices=COMPILE_WAYS,
         help="compile the transformer blocks, replay denoiser calls as CUDA graphs, or both (without a value: both, "
-        "as far as the device can)",
+        "as far as the device can; a prompt goes before it)",
     )
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from .adapters import denoiser_of, family_of
 from .config import TokenMergeError
 from .graphs import GraphedForward, Phases
-from .hooks import is_cache_hook
 from .state import RECORD
 
 Model = TypeVar("Model")
@@ -66,6 +65,12 @@ def way_on(device: torch.device, way: str | None) -> str | None:
     return "blocks"
 
 
+def warm_ups(way: str | None) -> int:
+    """Pictures to draw before one is timed. A graph is recorded in the second call of its kind, and some kinds come
+    once in a picture."""
+    return 2 if way in ("graphs", "both") else 1
+
+
 def check_cacheable(way: str | None) -> None:
     """Refuse a step cache on blocks that --compile compiles."""
     if way not in (None, "graphs"):
@@ -114,9 +119,9 @@ def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool
     if graphs and not device.startswith("cuda"):
         raise TokenMergeError(f"CUDA graphs need a CUDA device, the denoiser is on {device}; use graphs=False")
     registry = vars(denoiser).get("_diffusers_hook")
-    # Pipelines leave an empty one behind; with a cache, calls run as they are.
-    hooks = [name for name in registry.hooks if not is_cache_hook(name)] if registry is not None else []
-    if graphs and (hasattr(denoiser, "_hf_hook") or hooks):
+    # Pipelines leave an empty one behind.
+    hooked = registry is not None and bool(registry.hooks)
+    if graphs and (hasattr(denoiser, "_hf_hook") or hooked):
         raise TokenMergeError(
             "CUDA graphs fix where weights lie, and offload or a hook of the denoiser moves them; use graphs=False"
         )

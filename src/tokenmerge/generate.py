@@ -19,7 +19,7 @@ from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, load_pipeline
-from .compiling import check_cacheable, compile_as, way_on
+from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
 from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
@@ -152,9 +152,15 @@ def make_picture(
     width, height = picture_size(size, defaults, pipe)
     seeds = tuple(range(seed, seed + number))
     request = Request(prompt, steps or defaults.steps, width, height, seeds, guidance, defaults)
-    # The untimed run loads kernels and fills caches; compiled code must also see every phase of the schedule twice.
-    warm_up_steps = request.steps if way else 2
-    rows = generate(pipe, request, variants, show_destinations=show_destinations, warm_up_steps=warm_up_steps)
+    rows = generate(
+        pipe,
+        request,
+        variants,
+        show_destinations=show_destinations,
+        # Untimed runs load kernels and fill caches; what is compiled must also see every phase of the schedule.
+        warm_up_steps=request.steps if way else 2,
+        warm_up_pictures=warm_ups(way),
+    )
     save_picture(compose(rows, prompt), path)
     return Result(rows, path, environment(place))
 
@@ -211,7 +217,13 @@ def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[i
 
 
 def generate(
-    pipe: Any, request: Request, variants: Sequence[Variant], *, show_destinations: bool = False, warm_up_steps: int = 2
+    pipe: Any,
+    request: Request,
+    variants: Sequence[Variant],
+    *,
+    show_destinations: bool = False,
+    warm_up_steps: int = 2,
+    warm_up_pictures: int = 1,
 ) -> list[list[Shot]]:
     """For every seed, the original and each variant, each warmed up before it is timed."""
     device = torch.device(pipe._execution_device)
@@ -230,7 +242,8 @@ def generate(
         if variant.cache:
             enable_cache(pipe, variant.cache, request.steps, ratios)
         pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
-        draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
+        for _ in range(warm_up_pictures):
+            draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
         pipe.set_progress_bar_config(desc=f"{variant.label:>12}", leave=False)
         column = []
         for place, seed in enumerate(request.seeds):

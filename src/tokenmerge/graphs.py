@@ -27,7 +27,7 @@ from .hooks import cache_hooks
 
 # Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
 _MAX_GRAPHS = 32
-# Recordings pushed out by others before no more are made: some argument has another value at every call.
+# Recordings pushed out by others before no more are made: some argument may have another value at every call.
 _MAX_LOSSES = 64
 # Kinds of call whose first occurrence is remembered.
 _MAX_KINDS = 256
@@ -204,7 +204,7 @@ class GraphedForward:
             self._recordings.popitem(last=False)
             self._losses += 1
         if self._losses > _MAX_LOSSES:
-            self._obstacle = "arguments of the denoiser have other values at every call"
+            self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that are kept"
 
     def _see_changes(self) -> None:
         """Recorded work reads weights where they lay: forget it when modules, weights or adapters were exchanged."""

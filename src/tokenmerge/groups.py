@@ -275,10 +275,15 @@ class MergeGroup:
         self.slot.coverages[place:].copy_(measured)
 
     @property
+    def has_maps(self) -> bool:
+        """Whether the maps of the last call have been made: a step may not merge, and a cache may skip all layers."""
+        self.settle()
+        return self._due is not None and self._due.record.selected is not None
+
+    @property
     def coverage(self) -> float | None:
         """Of the maps in use, where a target chooses the ratio and a selection was made. Waits for the device."""
-        self.settle()
-        if self.slot is None or self.slot.coverages is None or self._due is None or self._due.record.selected is None:
+        if self.slot is None or self.slot.coverages is None or not self.has_maps:
             return None
         return self.slot.coverages[self._wish.buckets.index(self._config.ratio)].item()
 

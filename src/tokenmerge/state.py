@@ -35,6 +35,7 @@ class MergeState:
         self.groups: list[MergeGroup] = []
         self.mode = "merged"  # or full, or anchor: merged and full both
         self.anchors = Anchors(config, self.clock)
+        self._begun = -1  # the last image whose first call could be entered
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
@@ -76,10 +77,12 @@ class MergeState:
         self._set_mode()
         if self.mode == "merged" and self.anchors.exist:
             self.mode = self.anchors.mode(call)
-        if self.clock.now[1:] == (0, 0):
+        # Not only in the first call of an image: that may have been refused, and made again.
+        begins = self._begun != self.clock.image
+        if begins:
             self.at_image_start()
             self.anchors.forget()
-        self._see_grids(call)
+        self._see_grids(call, begins)
         for group in self.groups:
             group.enter(call, mode=self.mode)
         self.anchors.enter(call, self.mode)
@@ -89,8 +92,9 @@ class MergeState:
                 f"at this size ratio {max(ratios)} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
+        self._begun = self.clock.image
 
-    def _see_grids(self, call: DenoiserCall) -> None:
+    def _see_grids(self, call: DenoiserCall, begins: bool) -> None:
         """Tell every group how its image tokens lie."""
         if call.ids is None:
             for group in self.groups:
@@ -98,8 +102,7 @@ class MergeState:
             return
         # Reading ids waits for the device, so only once per image.
         known = self.groups[0].grids
-        fresh = self.clock.now[1:] == (0, 0) or self.clock.call >= MAX_CALLS
-        if fresh or sum(grid.count for grid in known) != call.tokens:
+        if begins or self.clock.call >= MAX_CALLS or sum(grid.count for grid in known) != call.tokens:
             known = grids_of_ids(call.ids)
             for group in self.groups:
                 group.grids = known

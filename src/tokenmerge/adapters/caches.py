@@ -19,6 +19,7 @@ import diffusers.hooks
 import torch
 
 from ..config import TokenMergeError
+from ..hooks import cache_hooks
 from ..measure import timed_calls
 from ..options import parse_as, read_fields
 from . import denoiser_of
@@ -110,7 +111,16 @@ def enable_cache(pipe: Any, cache: StepCache, steps: int, mag_ratios: Sequence[f
         settings["is_guidance_distilled"] = True
         if "current_timestep_callback" in {item.name for item in fields(_config_class(cache.name))}:
             settings["current_timestep_callback"] = lambda: pipe.current_timestep
-    _cacheable(pipe).enable_cache(_config_class(cache.name)(**settings))
+    denoiser = _cacheable(pipe)
+    try:
+        denoiser.enable_cache(_config_class(cache.name)(**settings))
+    except ValueError as error:
+        # diffusers takes a cache for enabled only when all of it is there, and would leave the rest.
+        for name in cache_hooks(denoiser) if not denoiser.is_cache_enabled else ():
+            diffusers.hooks.HookRegistry.check_if_exists_or_initialize(denoiser).remove_hook(name, recurse=True)
+        raise TokenMergeError(
+            f"the {cache.name} cache does not go with {type(denoiser).__name__}: {error}; leave it out"
+        ) from error
 
 
 def disable_cache(pipe: Any) -> None:

@@ -22,7 +22,7 @@ from .. import api
 from ..adapters import denoiser_of, family_of
 from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
 from ..adapters.loading import load_pipeline
-from ..compiling import check_cacheable, compile_as, uncompile, way_on
+from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
 from ..files import write_text
 from ..generate import Request, best_device, draw, picture_size, token_counts
@@ -204,7 +204,8 @@ class Evaluation:
             self._apply(configuration)
             if self._way:
                 # Until every phase has been compiled and recorded, other code runs.
-                self._draw(left[0])
+                for _ in range(warm_ups(self._way)):
+                    self._draw(left[0])
             for sample in self._progress(left, configuration.label):
                 save_picture(self._draw(sample), self.folder.image(configuration, sample))
         self._restore()
@@ -219,14 +220,15 @@ class Evaluation:
         self._restore()
 
     def _lap(self) -> dict[str, Any]:
-        """One timed batch, after one that does not count: seconds per picture of the whole call and of the denoiser in
+        """One timed batch, after those that do not count: seconds per picture of the whole call and of the denoiser in
         it, and the memory it took."""
         batch, request = self.task.batch, replace(self._request, prompt=self.task.prompts[0])
 
         def run() -> float:
             return draw(self._pipe, request, range(batch), request.steps, self._device)[1]
 
-        run()
+        for _ in range(warm_ups(self._way)):
+            run()
         forget_peak_memory(self._device)
         with timed_calls(denoiser_of(self._pipe), self._device) as watch:
             seconds = run()
@@ -322,6 +324,7 @@ class Evaluation:
         """The model as it was loaded."""
         disable_cache(self._pipe)
         api.remove(self._pipe)
+        uncompile(self._pipe)
 
     def _draw(self, sample: Sample) -> Any:
         request = replace(self._request, prompt=sample.prompt)
