@@ -233,31 +233,33 @@ def generate(
     if any(variant.cache and variant.cache.calibrated for variant in variants):
         pipe.set_progress_bar_config(desc=f"{'calibration':>12}", leave=False)
         ratios = calibrate(pipe, partial(draw, pipe, request, request.seeds[:1], request.steps, device), request.steps)
-    for variant in (Variant("original"), *variants):
+    try:
+        for variant in (Variant("original"), *variants):
+            disable_cache(pipe)
+            if variant.config is None:
+                api.remove(pipe)
+            else:
+                api.apply(pipe, variant.config)
+            if variant.cache:
+                enable_cache(pipe, variant.cache, request.steps, ratios)
+            pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
+            for _ in range(warm_up_pictures):
+                draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
+            pipe.set_progress_bar_config(desc=f"{variant.label:>12}", leave=False)
+            column = []
+            for place, seed in enumerate(request.seeds):
+                (picture,), seconds = draw(pipe, request, (seed,), request.steps, device)
+                shot = Shot(variant, seed, picture, seconds, token_counts(pipe))
+                if variant.config is not None:
+                    first = columns[0][place]
+                    drift = compare(to_tensor(first.picture), to_tensor(picture))
+                    overlay = _overlay(pipe, picture) if show_destinations else None
+                    shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
+                column.append(shot)
+            columns.append(column)
+    finally:
         disable_cache(pipe)
-        if variant.config is None:
-            api.remove(pipe)
-        else:
-            api.apply(pipe, variant.config)
-        if variant.cache:
-            enable_cache(pipe, variant.cache, request.steps, ratios)
-        pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
-        for _ in range(warm_up_pictures):
-            draw(pipe, request, request.seeds[:1], min(warm_up_steps, request.steps), device)
-        pipe.set_progress_bar_config(desc=f"{variant.label:>12}", leave=False)
-        column = []
-        for place, seed in enumerate(request.seeds):
-            (picture,), seconds = draw(pipe, request, (seed,), request.steps, device)
-            shot = Shot(variant, seed, picture, seconds, token_counts(pipe))
-            if variant.config is not None:
-                first = columns[0][place]
-                drift = compare(to_tensor(first.picture), to_tensor(picture))
-                overlay = _overlay(pipe, picture) if show_destinations else None
-                shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
-            column.append(shot)
-        columns.append(column)
-    disable_cache(pipe)
-    api.remove(pipe)
+        api.remove(pipe)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
