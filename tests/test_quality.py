@@ -287,7 +287,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
 def found(name: str) -> Found:
     place = find_network(name, SOURCES)
     if isinstance(place, Missing):
-        pytest.skip(place.reason)
+        pytest.skip(place.reason.replace("--networks FOLDER", "TOKENMERGE_NETWORKS=FOLDER"))
     return place
 
 

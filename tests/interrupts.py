@@ -1,0 +1,31 @@
+"""Interrupts a command as a person does, with Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+
+def interrupt(command: list[str], ready: Callable[[], bool]) -> str:
+    """Start `command`, interrupt it as soon as it is `ready`, and return what it printed, which must be no traceback
+    and end with one line that says what happened."""
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, and what they start, are deaf to interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        while not ready() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        printed = process.stderr.read()
+    assert process.returncode == 130
+    assert printed.endswith("tokenmerge: interrupted\n")
+    assert "Traceback" not in printed
+    return printed
