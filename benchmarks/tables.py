@@ -6,7 +6,7 @@
 A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds:
 `bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
 every ratio), `ops` (single operations), `eval` (an evaluation; where the paper's figures of the same rows are known,
-they stand beside it).
+they stand beside it), `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures).
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from typing import Any
 import ops
 
 from tokenmerge import bench
+from tokenmerge.config import load_preset
+from tokenmerge.evaluation.inquiries import OVERLAP_PRESET
+from tokenmerge.evaluation.locality import locality_cells
+from tokenmerge.evaluation.maptimes import map_table
+from tokenmerge.evaluation.overlap import overlap_cells
 from tokenmerge.quality.metrics import METRICS, Metric
 from tokenmerge.tables import markdown
 
@@ -112,7 +117,28 @@ def _figure(metric: Metric, value: dict[str, float] | None) -> str:
     return f"{value['mean']:.{metric.digits}f}{interval}"
 
 
-KINDS = {"bench": bench_tables, "speed": speed_table, "ops": ops_table, "eval": eval_table}
+def maps_table(names: list[str]) -> str:
+    return map_table(read(names))
+
+
+def overlap_table(names: list[str]) -> str:
+    interval = load_preset(OVERLAP_PRESET).schedule.destinations_every
+    return markdown(*overlap_cells(read(names), interval))
+
+
+def locality_table(names: list[str]) -> str:
+    return markdown(*locality_cells(read(names)))
+
+
+KINDS = {
+    "bench": bench_tables,
+    "speed": speed_table,
+    "ops": ops_table,
+    "eval": eval_table,
+    "maps": maps_table,
+    "overlap": overlap_table,
+    "locality": locality_table,
+}
 
 
 def filled(text: str) -> str:

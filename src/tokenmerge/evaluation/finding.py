@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Finding:
     """A table for people, the records it was made from, and the file to look at."""
 
     text: str
-    records: Sequence[dict[str, object]]
+    records: Sequence[dict[str, Any]]
     path: Path
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from .plots import check_plots
 from .studies import Inquiry
 
 # The variant of the paper whose selection is local, at its usual ratio.
-_OVERLAP_PRESET = "toma-tile"
+OVERLAP_PRESET = "toma-tile"
 
 
 def inquire(
@@ -47,4 +47,4 @@ def inquire(
     subject = load_subject(model, size=size, steps=steps, guidance=guidance, device=device, dtype=dtype)
     if name == "fig3":
         return recolour(subject, prompts, seeds, out)
-    return measure_overlap(subject, load_preset(_OVERLAP_PRESET), prompts, seeds, out)
+    return measure_overlap(subject, load_preset(OVERLAP_PRESET), prompts, seeds, out)

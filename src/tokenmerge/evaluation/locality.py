@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ _MOST_BLOCKS, _MOST_STEPS = 8, 5
 def recolour(subject: Subject, prompts: Sequence[str], seeds: Sequence[int], out: Path) -> Finding:
     """Write the figure of the first prompt and seed, and how often neighbours share a cluster in all of them."""
     steps = _spread(subject.request.steps, _MOST_STEPS)
-    records: list[dict[str, object]] = []
+    records: list[dict[str, Any]] = []
     coloured: dict[str, list[Panel]] = {}
     for prompt in prompts:
         for seed in seeds:
@@ -54,7 +55,16 @@ def recolour(subject: Subject, prompts: Sequence[str], seeds: Sequence[int], out
                 rows.append([Panel(picture, "picture", prompt)])
                 save_picture(strip(rows, heading=f"Hidden states in {CLUSTERS} clusters: {prompt}"), out / "figure.png")
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
-    return Finding(_told(records), records, out / "figure.png")
+    return Finding(table(*locality_cells(records)), records, out / "figure.png")
+
+
+def locality_cells(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the means of each block."""
+    rows = []
+    for block in dict.fromkeys(record["block"] for record in records):
+        mine = [record for record in records if record["block"] == block]
+        rows.append([block, *(f"{sum(record[key] for record in mine) / len(mine):.3f}" for key in ("alike", "chance"))])
+    return ["block", "neighbours alike", "by chance"], rows
 
 
 def cluster(tokens: Tensor, count: int) -> Tensor:
@@ -107,14 +117,3 @@ def _spread(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
-
-
-def _told(records: Sequence[dict[str, object]]) -> str:
-    by_block: dict[str, list[dict[str, object]]] = {}
-    for record in records:
-        by_block.setdefault(str(record["block"]), []).append(record)
-    rows = []
-    for block, found in by_block.items():
-        alike, chance = (sum(float(str(record[key])) for record in found) / len(found) for key in ("alike", "chance"))
-        rows.append([block, f"{alike:.3f}", f"{chance:.3f}"])
-    return table(["block", "neighbours alike", "by chance"], rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from .folder import to_json
 # Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
 LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}
 _PRESETS = ("toma", "toma-stripe", "toma-tile", "tomesd")
+_OPERATIONS = ("select", "reweigh", "merge", "unmerge")
 _BATCH = 2
 _WARM_UPS = 3
 
@@ -35,23 +37,30 @@ def time_maps(
     kind = dtype or ("float32" if place.type == "cpu" else "bfloat16")
     tokens = torch.randn(_BATCH, grid.count, width, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(place, getattr(torch, kind))
-    records: list[dict[str, object]] = []
+    records: list[dict[str, Any]] = []
     for preset in _PRESETS:
         for ratio in ratios:
             times = _time(load_preset(preset).replace(ratio=ratio), grid, tokens, repeats)
             record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": _BATCH}
             records.append({**record, "dtype": kind, **times, "environment": environment(place)})
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
-    operations = ("select", "reweigh", "merge", "unmerge")
-    header = ["preset", "ratio", *(f"{operation}, ms" for operation in operations)]
-    rows = [
-        [str(record["preset"]), f"{record['ratio']:g}", *(f"{record[operation]:.4g}" for operation in operations)]
-        for record in records
-    ]
-    where = environment(place)["device"]
-    text = f"{markdown(header, rows)}\n\n{_BATCH} x {grid} tokens of width {width}, {kind}, on {where}"
+    text = map_table(records)
     write_text(out / "table.md", f"{text}\n")
     return Finding(text, records, out / "table.md")
+
+
+def map_table(records: Sequence[dict[str, Any]]) -> str:
+    """For documents, with the conditions under it."""
+    header = ["preset", "ratio", *(f"{operation}, ms" for operation in _OPERATIONS)]
+    rows = [
+        [record["preset"], f"{record['ratio']:g}", *(f"{record[operation]:.4g}" for operation in _OPERATIONS)]
+        for record in records
+    ]
+    first = records[0]
+    return (
+        f"{markdown(header, rows)}\n\n{first['batch']} x {first['tokens']} tokens of width {first['width']}, "
+        f"{first['dtype']}, on {first['environment']['device']}."
+    )
 
 
 def _time(config: MergeConfig, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:

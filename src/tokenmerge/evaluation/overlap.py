@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def measure_overlap(
                 chances[hidden.block] = chance
 
             subject.watch(prompt, seed, see)
-    records: list[dict[str, object]] = [
+    records: list[dict[str, Any]] = [
         {
             "block": block,
             "step": step,
@@ -48,12 +49,18 @@ def measure_overlap(
     ]
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
     _plot(records, interval, config, out / "figure.png")
+    return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
+
+
+def overlap_cells(records: Sequence[dict[str, Any]], interval: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the mean of each block over the steps between selections."""
     rows = []
-    for block in chances:
-        later = [sum(found) / len(found) for (name, step), found in shares.items() if name == block and step % interval]
+    for block in dict.fromkeys(record["block"] for record in records):
+        mine = [record for record in records if record["block"] == block]
+        later = [record["overlap"] for record in mine if record["step"] % interval]
         mean = f"{sum(later) / len(later):.3f}" if later else ""
-        rows.append([block, mean, f"{chances[block]:.3f}"])
-    return Finding(table(["block", "overlap after the first step", "by chance"], rows), records, out / "figure.png")
+        rows.append([block, mean, f"{mine[0]['chance']:.3f}"])
+    return ["block", "overlap after the first step", "by chance"], rows
 
 
 class _Selector:
@@ -89,7 +96,7 @@ class _Selector:
         return share.item(), layout.select_count / layout.select_size
 
 
-def _plot(records: Sequence[dict[str, object]], interval: int, config: MergeConfig, path: Path) -> None:
+def _plot(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig, path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -97,16 +104,16 @@ def _plot(records: Sequence[dict[str, object]], interval: int, config: MergeConf
     drawn = Figure(figsize=(8.6, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(drawn)
     axes = drawn.add_subplot()
-    blocks = list(dict.fromkeys(str(record["block"]) for record in records))
+    blocks = list(dict.fromkeys(record["block"] for record in records))
     for place, block in enumerate(blocks):
-        shares = {int(str(record["step"])): record["overlap"] for record in records if record["block"] == block}
+        shares = {record["step"]: record["overlap"] for record in records if record["block"] == block}
         colour = colormaps["viridis"](place / max(1, len(blocks) - 1) * 0.9)
         for begin in range(0, max(shares) + 1, interval):
             steps = [step for step in shares if begin <= step < begin + interval]
-            heights = [float(str(shares[step])) for step in steps]
+            heights = [shares[step] for step in steps]
             label = block if begin == 0 else None
             axes.plot(steps, heights, color=colour, linewidth=1.2, marker=".", label=label)
-    axes.axhline(float(str(records[0]["chance"])), color="#777777", linestyle="--", linewidth=1, label="by chance")
+    axes.axhline(records[0]["chance"], color="#777777", linestyle="--", linewidth=1, label="by chance")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
     axes.set_ylabel("share of the same destinations")
