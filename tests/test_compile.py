@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
 
 import tiny
 import tokenmerge
 from tokenmerge import compiling, graphs
+from tokenmerge.adapters import family_of
 
 OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
 
@@ -328,3 +331,19 @@ def test_recordings_notice(name: str) -> None:
     change(pipe)
     assert before != graphs._state_of(denoiser)
     assert bool(graphs._obstacle(denoiser)) == (name in ("a cache", "a hook"))
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_inference_mode: bool) -> None:
+    pipe = build("sdxl")
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_model(pipe, "regional", counter)
+    denoiser = pipe.unet
+    with torch.inference_mode(made_in_inference_mode):
+        arguments = family_of(denoiser).example(denoiser, 2, 8, 8)
+    with torch.inference_mode():
+        denoiser(**arguments)
+        compiled = counter.frame_count
+        hold = partial(graphs._held, device=torch.device("cpu"))
+        denoiser(**pytree.tree_map_only(torch.Tensor, hold, arguments))
+    assert counter.frame_count == compiled

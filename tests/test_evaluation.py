@@ -240,41 +240,16 @@ def test_a_process_killed_while_it_writes_leaves_no_file(finished: Path, network
 
 def test_two_processes_write_what_one_does(finished: Path, networks: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += [
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-        "-m",
-        "tokenmerge",
-        "eval",
-    ]
-    command += [
-        "--configs",
-        *CONFIGURATIONS,
-        "--prompts",
-        str(tmp_path / "prompts.json"),
-        "--seeds",
-        "0,7",
-        "--steps",
-        "1",
-    ]
+    # What its name does not say: it starts processes without GPUs too, and without it accelerate starts one.
+    launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    launch += " --dynamo_backend no --main_process_port 0 -m tokenmerge eval"
+    command = [sys.executable, "-m", *launch.split(), "--configs", *CONFIGURATIONS]
+    command += ["--prompts", str(tmp_path / "prompts.json"), "--seeds", "0,7", "--steps", "1"]
     command += ["--size", "64x64", "--metrics", ",".join(METRICS), "--networks", str(networks), "--repeats", "1"]
     command += ["--device", "cpu", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 processes share the work" in done.stderr
     assert done.stdout.count("report.html") == 1
     assert comparable(tmp_path / "out") == comparable(finished)
 

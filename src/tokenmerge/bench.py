@@ -25,7 +25,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from . import api
 from .adapters import family_of
 from .adapters.loading import load_denoiser
-from .compiling import compile, uncompile
+from .compiling import compile, uncompile, unrecorded
 from .config import SELECTIONS, MergeConfig, TokenMergeError
 from .measure import Stopwatch, environment, timed
 from .methods import method_for
@@ -145,6 +145,11 @@ def measure_candidate(
             torch.cuda.reset_peak_memory_stats(device)
         _, first = timed(call, device)
         times = _time_phases(loop, call, phases, device, setting)
+        if reasons := unrecorded(denoiser):
+            raise TokenMergeError(
+                f"{candidate.label} cannot be timed in mode {setting.mode!r}: calls cannot be recorded as CUDA graphs "
+                f"({reasons[0]}); use mode 'eager' or 'compiled'"
+            )
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
         backends = [group["backend"] for group in api.summary(denoiser).groups]

@@ -98,6 +98,12 @@ def uncompile(model: Model) -> Model:
     return model
 
 
+def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
+    """Why some calls of a denoiser run as they are, though they were to be replayed as CUDA graphs."""
+    record = vars(denoiser).get(_COMPILED)
+    return record.graphs.refusals if record is not None and record.graphs is not None else ()
+
+
 def compiled_state(denoiser: nn.Module) -> str:
     """What `compile` has done to a denoiser, for people."""
     return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))

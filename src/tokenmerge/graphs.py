@@ -93,6 +93,7 @@ class GraphedForward:
         self._obstacle = ""  # why nothing can be recorded as the model is now
         self._losses = 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._failed: set[Hashable] = set()  # could not be recorded once, and may be tried again
         self._refused: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
         self._forward = types.MethodType(GraphedForward.run, self)
@@ -168,7 +169,7 @@ class GraphedForward:
     ) -> Any:
         self._make_room()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [torch.empty_like(each, device=device).copy_(each) for each in tensors]
+        inputs = [_held(each, device) for each in tensors]
         held = iter(inputs)
         args, kwargs = pytree.tree_unflatten(
             [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
@@ -183,13 +184,18 @@ class GraphedForward:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = self._original(*args, **kwargs)
         except RuntimeError as error:
-            # Nothing has run; the call is made as it is, now and from now on. A capture that fails at its end leaves
-            # its stream current.
+            # Nothing has run. A capture that fails at its end leaves its stream current and its pool unusable.
             torch.cuda.set_stream(stream)
-            self._refused[key] = str(error).strip().splitlines()[0]
+            self._pool = None
             if phases is not None:
                 phases.set_done(before)
-            return self._original(*call[0], **call[1])
+            if key in self._failed:
+                self._refused[key] = _first_line(_cause(error))
+                return self._original(*call[0], **call[1])
+            # The held tensors may be such that blocks are compiled for them once more, which no capture can hold; run
+            # as it is, the call does that.
+            self._failed.add(key)
+            return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
         done, owners = (phases.done(), phases.owners()) if phases is not None else (None, None)
         recording = _Recording(graph, inputs, outputs, output_structure, phases, done, owners)
@@ -215,8 +221,29 @@ class GraphedForward:
         self._losses = 0
         self._obstacle = _obstacle(self._denoiser)
         self._recordings.clear()
+        self._failed.clear()
         self._refused.clear()
         self._seen.clear()
+
+
+def _held(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of a recording's own, which compiled code takes for one like the given: it tells tensors of inference
+    mode from others, and would be compiled anew."""
+    with torch.inference_mode(tensor.is_inference()):
+        held = torch.empty_like(tensor, device=device)
+    return held.copy_(tensor)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What ended a capture: the capture's own end then fails too, and hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _obstacle(denoiser: nn.Module) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,13 +33,11 @@ from .configurations import BASELINE, Configuration, read_configurations
 from .folder import Folder, Sample, read_features, read_json, read_picture, save_features, to_json
 from .pairs import list_pictures
 from .plots import check_plots
+from .processes import Processes
 from .report import write_report
 from .results import Results, gather
 
 Item = TypeVar("Item")
-
-# Processes wait for each other for as long as the slowest needs.
-_PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -81,58 +78,50 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
     """Do all that is not done yet in the folder `out`, and report. Results are the same for any number of processes
     and interruptions, but for seconds and memory. The first process returns them."""
     check_plots()
-    processes = _processes()
+    processes = Processes()
     # Also where a GPU computes: sums on the CPU round by the number of threads.
     torch.set_num_threads(task.threads)
     try:
         evaluation = Evaluation(task, Folder(out), processes)
-        if processes.is_main_process:
+        if processes.is_first:
             settings = evaluation.folder.begin(evaluation.settings(), resume)
+            if processes.count > 1:
+                print(f"tokenmerge: {processes.count} processes share the work", file=sys.stderr)
             for line in evaluation.choice.missing_lines():
                 print(f"tokenmerge: {line}", file=sys.stderr)
             evaluation.calibrate()
-        processes.wait_for_everyone()
+        processes.wait()
         evaluation.make_pictures()
-        processes.wait_for_everyone()
+        processes.wait()
         # By one process while the others rest, or they would be timed too.
-        if processes.is_main_process:
+        if processes.is_first:
             evaluation.time()
-        processes.wait_for_everyone()
+        processes.wait()
         evaluation.measure()
-        processes.wait_for_everyone()
+        processes.wait()
         evaluation.measure_sets()
-        processes.wait_for_everyone()
-        results = evaluation.results(settings) if processes.is_main_process else None
+        processes.wait()
+        results = evaluation.results(settings) if processes.is_first else None
         if results is not None:
             write_report(results, out)
-        processes.wait_for_everyone()
+        processes.wait()
     except KeyboardInterrupt:
         print(f"\ntokenmerge: what was made is kept in {out}; go on with --resume", file=sys.stderr)
         raise
-    processes.destroy_process_group()
+    processes.end()
     return results
-
-
-def _processes() -> Any:
-    """How many processes there are and which this is, by accelerate: one, if nobody launched more."""
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise TokenMergeError("eval needs accelerate: pip install tokenmerge[eval]") from error
-    # Processes only wait for each other, which the CPU can do: so several may share a GPU.
-    return PartialState(cpu=True, timeout=_PATIENCE)
 
 
 class Evaluation:
     """The work of one process."""
 
-    def __init__(self, task: Task, folder: Folder, processes: Any) -> None:
+    def __init__(self, task: Task, folder: Folder, processes: Processes) -> None:
         self.task = task
         self.folder = folder
         self._processes = processes
         device = task.device
         if device is None and torch.cuda.is_available():
-            device = f"cuda:{processes.local_process_index % torch.cuda.device_count()}"
+            device = f"cuda:{processes.local_index % torch.cuda.device_count()}"
         self._device = best_device(device)
         if self._device.type == "cuda":
             # Kernels run on the current device, wherever their tensors are.
@@ -140,7 +129,7 @@ class Evaluation:
         self._way = way_on(self._device, task.compile)
         self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
         # The first process fetches what is not here yet, the others find it.
-        with processes.main_process_first():
+        with processes.first_alone():
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
             self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
         self._pipe.set_progress_bar_config(disable=True)
@@ -198,7 +187,9 @@ class Evaluation:
     def make_pictures(self) -> None:
         """This process's share of the pictures, each in a batch of one."""
         for configuration in self.configurations:
-            left = [sample for sample in self._mine(self.samples) if not self._made(configuration, sample)]
+            left = [
+                sample for sample in self._processes.share_of(self.samples) if not self._made(configuration, sample)
+            ]
             if not left:
                 continue
             self._apply(configuration)
@@ -242,13 +233,13 @@ class Evaluation:
 
     def measure(self) -> None:
         """Metrics of this process's pictures, and features for metrics of sets."""
-        for sample in self._progress(self._mine(self.samples), "measure"):
+        for sample in self._progress(self._processes.share_of(self.samples), "measure"):
             reference = self._picture(self.configurations[0], sample)
             for configuration in self.configurations:
                 self._measure(configuration, sample, reference)
         if not self.choice.of_kind("set"):
             return
-        for path in self._progress(self._mine(self._photographs), "reference"):
+        for path in self._progress(self._processes.share_of(self._photographs), "reference"):
             kept = self.folder.reference(path)
             if not kept.is_file():
                 save_features(kept, self._meter.features(Picture(read_picture(path))))
@@ -256,7 +247,7 @@ class Evaluation:
     def measure_sets(self) -> None:
         """Metrics of this process's share of the sets."""
         metrics = self.choice.of_kind("set")
-        left = [item for item in self._mine(self.configurations) if self._lacking(item)]
+        left = [item for item in self._processes.share_of(self.configurations) if self._lacking(item)]
         if not self._photographs:
             # The distance of the unmerged pictures to themselves says nothing.
             left = [configuration for configuration in left if configuration.label != BASELINE]
@@ -363,12 +354,9 @@ class Evaluation:
     def _meter(self) -> Meter:
         return Meter(self.choice, self._device, self.task.threads)
 
-    def _mine(self, items: Sequence[Item]) -> list[Item]:
-        return list(items[self._processes.process_index :: self._processes.num_processes])
-
     def _progress(self, items: Sequence[Item], label: str) -> Iterator[Item]:
         """A bar, by the first process, for its own share."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
-        hidden = not self._processes.is_main_process or not items
+        hidden = not self._processes.is_first or not items
         yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)
