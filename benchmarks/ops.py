@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tokenmerge import MergeConfig
 from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
-from tokenmerge.measure import environment
+from tokenmerge.measure import captured, environment
 from tokenmerge.ops import backend_for, reference
 
 # Batch, grid and channels of a layer.
@@ -206,14 +206,7 @@ def time_calls(
             call(inputs)
 
     if mode == "graph":
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        run = graph.replay
+        run = captured(run)
     for _ in range(warmups):
         run()
     return _summary([_device_ms(run) / len(sets) for _ in range(repeats)], repeats, len(sets), mode)
