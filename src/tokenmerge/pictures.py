@@ -112,7 +112,9 @@ def overlay_map(picture: Image.Image, grid: TokenGrid, owners: Tensor, regions: 
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a picture whole or not at all."""
     kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
-    write_file(path, lambda file: picture.save(file, format=kind))
+    # A third of the time that PNG takes by default, for a tenth more bytes.
+    options = {"compress_level": 3} if kind == "PNG" else {}
+    write_file(path, lambda file: picture.save(file, format=kind, **options))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

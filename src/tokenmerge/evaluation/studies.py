@@ -69,21 +69,13 @@ def _regions(text: str) -> str:
 _METHODS = (
     *(
         f"{preset}:ratio={ratio:g}"
-        for preset in (
-            "toma",
-            "toma-once",
-            "toma-stripe",
-            "toma-tile",
-            "tomesd",
-            "tofu",
-            "random",
-            "uniform",
-        )
+        for preset in ("toma", "toma-once", "toma-stripe", "toma-tile", "tomesd", "tofu", "lower-bound")
         for ratio in RATIOS
     ),
     "todo",
     "pool",
-    *(f"lower-bound:ratio={ratio:g}" for ratio in RATIOS),
+    "random:ratio=0.5",
+    "uniform:ratio=0.5",
 )
 
 STUDIES = (
