@@ -152,7 +152,8 @@ def _limits(results: Results, metric: Metric) -> tuple[float, float]:
     means = [row.estimates[metric.name].mean for row in results.rows if _point(row, metric)]
     low, high = min(means), max(means)
     margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
-    return low - margin, high + margin
+    # No figure that is never below zero is drawn as if it could be.
+    return low - margin if low < 0 else max(0.0, low - margin), high + margin
 
 
 def _point(row: Row, metric: Metric) -> bool:

@@ -29,8 +29,11 @@ th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; }
 td small { color: var(--grey); }
 figure:first-child { position: sticky; left: 0; background: var(--paper); }
-.strip { display: flex; gap: .8rem; overflow-x: auto; padding-bottom: .6rem; }
-figure { margin: 0; flex: 0 0 auto; width: 16rem; } figure img { width: 100%; height: auto; display: block; }
+/* Names, pictures and captions in a row each, however long the names are. */
+.strip { display: grid; grid-auto-flow: column; grid-auto-columns: 16rem; grid-template-rows: repeat(3, auto);
+         gap: 0 .8rem; overflow-x: auto; padding-bottom: .6rem; }
+figure { margin: 0; display: grid; grid-row: span 3; grid-template-rows: subgrid; }
+figure strong { align-self: end; overflow-wrap: anywhere; } figure img { width: 100%; height: auto; display: block; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 36rem), 1fr)); gap: 1rem; }
 .plots img { width: 100%; background: #fff; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; } dt { color: var(--grey); }
