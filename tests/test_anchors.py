@@ -14,7 +14,7 @@ import tokenmerge
 from tokenmerge.adapters import denoiser_of, family_of
 
 KINDS = ["sdxl", "sd3", "flux"]
-ANCHORED: dict[str, Any] = {"ratio": 0.5, "skip_first": 0, "anchor_every": 3}
+ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, "anchor_every": 3}
 
 
 class Loop:

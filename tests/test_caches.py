@@ -127,7 +127,7 @@ def test_a_picture_does_not_depend_on_those_before_it(
     cache = read_cache(text)
     ratios = calibrate(pipe, partial(picture, flux, guidance=guidance), STEPS) if cache.calibrated else None
     if merged:
-        tokenmerge.apply(pipe, ratio=0.5)
+        tokenmerge.apply(pipe, **tiny.PLAIN, ratio=0.5)
     uncached = picture(flux, guidance=guidance)
     enable_cache(pipe, cache, STEPS, ratios)
     first = picture(flux, guidance=guidance)
@@ -191,7 +191,7 @@ def test_a_cache_that_does_not_go_with_the_model_is_refused(
 ) -> None:
     pipe, _ = flux
     if ratio:
-        tokenmerge.apply(pipe, ratio=ratio)
+        tokenmerge.apply(pipe, **tiny.PLAIN, ratio=ratio)
     try:
         with pytest.raises(TokenMergeError, match=words):
             try_cache(pipe, read_cache(text), partial(picture, flux), STEPS)

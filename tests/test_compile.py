@@ -16,7 +16,7 @@ import tokenmerge
 from tokenmerge import compiling, graphs
 from tokenmerge.adapters import family_of
 
-OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
+OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def constant(batch: int = 1, count: int = 64) -> Tensor:
 
 
 def apply(pipe: Any, coverage: float = NONE, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, **{"ratio": MOST, "coverage": coverage, "skip_first": 0, **options})
+    return tokenmerge.apply(pipe, **{**tiny.PLAIN, "ratio": MOST, "coverage": coverage, "skip_first": 0, **options})
 
 
 class Driven:
@@ -219,7 +219,7 @@ def test_a_target_that_is_always_reached_is_a_ratio_that_rises(kind: str, option
     options = {"skip_first": 0, "destinations_every": 4, "weights_every": 2, **options}
     pipe = tiny.build(kind)
     plain = tiny.draw(pipe)
-    risen = tiny.draw(tokenmerge.apply(pipe, step_ratios=(0.25, 0.75), **options), steps=8)
+    risen = tiny.draw(tokenmerge.apply(pipe, **{**tiny.PLAIN, "step_ratios": (0.25, 0.75), **options}), steps=8)
     assert torch.equal(tiny.draw(apply(pipe, NONE, **options), steps=8), risen)
     tokenmerge.remove(pipe)
     assert torch.equal(tiny.draw(pipe), plain)
@@ -235,7 +235,7 @@ def negative() -> dict[str, Any]:
 
 @pytest.mark.parametrize("anchor_every", [0, 2])
 def test_two_calls_in_a_step(anchor_every: int) -> None:
-    options: dict[str, Any] = {"destinations_every": 4, "anchor_every": anchor_every}
+    options: dict[str, Any] = {**tiny.PLAIN, "destinations_every": 4, "anchor_every": anchor_every}
     pipe = tokenmerge.apply(tiny.build("flux"), step_ratios=(0.25, 0.75), skip_first=0, **options)
     risen = tiny.draw(pipe, steps=8, **negative())
     assert torch.equal(tiny.draw(apply(pipe, NONE, **options), steps=8, **negative()), risen)

@@ -38,7 +38,7 @@ from tokenmerge.quality.networks import Sources
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
-CONFIGURATIONS = ("default:ratio=0.5", "toma-stripe:ratio=0.25")
+CONFIGURATIONS = ("dit:ratio=0.5", "toma-stripe:ratio=0.25")
 # Of the metrics of the report, those whose networks `judges` makes.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
 KILLS = 20
@@ -450,7 +450,7 @@ def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
     assert (options.model, options.size, options.batch) == (model, "512x512", 16)
     found = read_configurations(options.configs, None, preset)
     assert len(found) == len(options.configs) + 1
-    assert {"toma:ratio=0.5", "default:ratio=0.5,anchor_every=0,start=0"} <= {item.label for item in found}
+    assert {"toma:ratio=0.5", f"{preset}:ratio=0.5"} <= {item.label for item in found}
 
 
 def test_caches_as_typed_with_configurations() -> None:
@@ -618,7 +618,7 @@ def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: P
 
 
 CACHED = (
-    "default:ratio=0.5 + first-block:threshold=0.9",
+    "dit:ratio=0.5 + first-block:threshold=0.9",
     "none + first-block:threshold=0.9",
     "fast@none + mag:threshold=0.9",
 )
@@ -669,7 +669,7 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
 
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     model = str(save_sdxl(tmp_path / "sdxl"))
-    asked = Task(model, ("default",), PROMPTS[:2], steps=2, size="64x64", metrics=("mse",), batch=2, device="cpu")
+    asked = Task(model, ("default",), PROMPTS[:2], steps=4, size="64x64", metrics=("mse",), batch=2, device="cpu")
     results = evaluate(asked, tmp_path / "out")
     assert results is not None
     assert results.rows[1].estimates["mse"].mean > 0

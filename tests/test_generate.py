@@ -59,7 +59,7 @@ def test_a_picture_and_its_figures(
         "generate",
         "a photo of a rose",
         "--steps",
-        "2",
+        "4",
         "--ratios",
         "0.25,0.5",
         "--number",
@@ -74,7 +74,9 @@ def test_a_picture_and_its_figures(
     assert picture.width > 7 * 320
     assert [path.name for path in tmp_path.iterdir()] == [result["picture"]]
     assert [(shot["seed"], shot["variant"]) for shot in result["shots"]] == [
-        (seed, variant) for seed in (3, 4) for variant in ("original", "toma 0.25", "toma 0.5")
+        (seed, variant)
+        for seed in (3, 4)
+        for variant in ("original", "toma 0.25, anchor every 5", "toma 0.5, anchor every 5")
     ]
     for shot in result["shots"]:
         assert shot["seconds"] > 0
@@ -85,7 +87,7 @@ def test_a_picture_and_its_figures(
 
 def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--size", "64x64", "--steps", "3", "--out", str(tmp_path / "rose.png"), "--json"]
-    target = ["--ratio", "0.75", "--coverage", "0", "--destinations-every", "2"]
+    target = ["--ratio", "0.75", "--coverage", "0", "--destinations-every", "2", "--preset", "dit"]
     assert main(["generate", "a rose", *options, *target]) == 0
     shot = json.loads(capsys.readouterr().out)["shots"][1]
     assert (shot["variant"], shot["config"]["coverage"]) == ("toma to 0.75, coverage 0", 0.0)
@@ -93,7 +95,8 @@ def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("options", "label"), [(["--ratio", "0.5"], "toma 0.5 + mag"), (["--method", "none"], "unmerged + mag")]
+    ("options", "label"),
+    [(["--ratio", "0.5"], "toma 0.5, anchor every 5 + mag"), (["--method", "none"], "unmerged + mag")],
 )
 def test_a_cache_is_compared_with_the_plain_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], label: str

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny
 import tokenmerge
 from tokenmerge.ops import reference
 
@@ -127,6 +130,9 @@ class _Loop:
         self.scheduler = EulerDiscreteScheduler()
         self.times = [torch.full((2,), time, device="cuda", dtype=dtype) for time in (0.9, 0.7, 0.5, 0.3)]
 
+    def merge(self, **options: Any) -> None:
+        tokenmerge.apply(self.denoiser, scheduler=self.scheduler, **{**tiny.PLAIN, "ratio": 0.5, **options})
+
     @torch.no_grad()
     def run(self) -> torch.Tensor:
         self.scheduler.set_timesteps(len(self.times))
@@ -147,7 +153,7 @@ FORMS = ["component", "block", "span"]
 def test_merging_runs_on_the_device_and_leaves_no_trace(build: object, sites: str, dtype: torch.dtype) -> None:
     loop = _Loop(build, dtype)
     before = loop.run()
-    tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler)
+    loop.merge(sites=sites)
     merged = loop.run()
     assert merged.isfinite().all()
     assert not torch.equal(merged, before)
@@ -159,7 +165,7 @@ def test_merging_runs_on_the_device_and_leaves_no_trace(build: object, sites: st
 @pytest.mark.parametrize("sites", FORMS)
 def test_merging_never_waits_for_the_device(build: object, sites: str) -> None:
     loop = _Loop(build, torch.float16)
-    tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, weights_every=1)
+    loop.merge(sites=sites, weights_every=1)
     # The first image reads the grid from the ids and copies the regions to the device, once.
     loop.run()
     reads_ids = "img_ids" in loop.arguments
@@ -185,9 +191,7 @@ def test_inductor_on_the_device_agrees_with_eager_and_compiles_once(build: objec
     torch._dynamo.reset()
     loop = _Loop(build, torch.float32)
     # Two tokens nearest to each other are a tie that rounding decides, so selection by position is compared.
-    tokenmerge.apply(
-        loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, destinations_every=2, selection="uniform"
-    )
+    loop.merge(sites=sites, destinations_every=2, selection="uniform")
     eager = loop.run()
     counter = CompileCounterWithBackend("inductor")
     blocks = ("BasicTransformerBlock", "JointTransformerBlock", "FluxTransformerBlock", "FluxSingleTransformerBlock")
@@ -203,7 +207,7 @@ def test_inductor_on_the_device_agrees_with_eager_and_compiles_once(build: objec
 @pytest.mark.parametrize("build", BUILDERS)
 def test_a_reusing_call_can_be_captured_and_replayed(build: object) -> None:
     loop = _Loop(build, torch.float16)
-    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler)
+    loop.merge()
     loop.scheduler.set_timesteps(4)
     timestep = loop.times[0].clone()
 
@@ -242,11 +246,14 @@ def test_offload_and_merging_in_either_order(offload: str, first: str, sites: st
         else:
             cpu_offload(loop.denoiser.to("cpu"), torch.device("cuda"))
 
-    tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler)
+    loop.merge(sites=sites)
     expected = loop.run()
     tokenmerge.remove(loop.denoiser)
     plain = loop.run()
-    steps = [lambda: tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler), start_offload]
+    steps = [
+        lambda: loop.merge(sites=sites),
+        start_offload,
+    ]
     for step in steps if first == "apply" else reversed(steps):
         step()
     torch.testing.assert_close(loop.run(), expected, rtol=1e-4, atol=1e-4)
@@ -261,7 +268,7 @@ def test_graphs_of_every_phase_give_what_launches_give(build: object, sites: str
     if sites:
         # Every second step selects and every other one weighs, so that each phase is recorded and replayed.
         schedule = {"destinations_every": 2, "weights_every": 1}
-        tokenmerge.apply(loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, **schedule)
+        loop.merge(sites=sites, **schedule)
     launched = [loop.run() for _ in range(2)]
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched[1]) for _ in range(3))
@@ -282,7 +289,7 @@ def test_graphs_notice_what_changes_under_them(build: object) -> None:
     tokenmerge.compile(loop.denoiser, blocks=False)
     for _ in range(3):
         assert torch.equal(loop.run(), plain)
-    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler)
+    loop.merge()
     merged = loop.run()
     assert not torch.equal(merged, plain)
     for _ in range(3):
@@ -303,7 +310,7 @@ def test_graphs_notice_what_changes_under_them(build: object) -> None:
 @pytest.mark.parametrize("gap", ["hold", "linear"])
 def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
     loop = _Loop(build, torch.float16)
-    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler, anchor_every=2, gap=gap)
+    loop.merge(anchor_every=2, gap=gap)
     launched = loop.run()
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched) for _ in range(4))
@@ -315,7 +322,7 @@ def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
 @pytest.mark.parametrize("build", BUILDERS)
 def test_graphs_of_a_ratio_that_coverage_chooses(build: object) -> None:
     loop = _Loop(build, torch.float16)
-    tokenmerge.apply(loop.denoiser, ratio=0.75, coverage=0.0, scheduler=loop.scheduler, destinations_every=2)
+    loop.merge(ratio=0.75, coverage=0.0, destinations_every=2)
     launched = loop.run()
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched) for _ in range(3))
@@ -330,7 +337,7 @@ def test_graphs_of_a_ratio_that_coverage_chooses(build: object) -> None:
 def test_compiled_blocks_inside_of_graphs(build: object) -> None:
     torch._dynamo.reset()
     loop = _Loop(build, torch.float32)
-    tokenmerge.apply(loop.denoiser, ratio=0.5, scheduler=loop.scheduler, destinations_every=2, selection="uniform")
+    loop.merge(destinations_every=2, selection="uniform")
     eager = loop.run()
     tokenmerge.compile(loop.denoiser)
     for _ in range(3):
@@ -342,7 +349,7 @@ def test_compiled_blocks_inside_of_graphs(build: object) -> None:
 @pytest.mark.parametrize("method", ["pool", "random", "tomesd", "lower-bound"])
 def test_what_cannot_be_recorded_runs_as_it_is(method: str) -> None:
     loop = _Loop(_unet, torch.float16)
-    tokenmerge.apply(loop.denoiser, preset=method, ratio=0.5, scheduler=loop.scheduler)
+    loop.merge(preset=method)
     launched = [loop.run() for _ in range(2)][1]
     tokenmerge.compile(loop.denoiser, blocks=False)
     for _ in range(3):
@@ -360,6 +367,20 @@ def test_autocast_is_not_recorded() -> None:
     assert " 0 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
 
 
+@pytest.mark.parametrize("build", BUILDERS)
+def test_calls_in_inference_mode_with_arguments_from_outside_are_recorded(build: object) -> None:
+    """Compiled blocks tell tensors of inference mode from others, and would be compiled anew in a recording."""
+    torch._dynamo.reset()
+    loop = _Loop(build, torch.float16)
+    tokenmerge.compile(loop.denoiser)
+    with torch.inference_mode():
+        for _ in range(3):
+            loop.denoiser(timestep=loop.times[0], **loop.arguments)
+    compiled = tokenmerge.summary(loop.denoiser).compiled
+    assert " 1 CUDA graphs so far" in compiled
+    assert "cannot be recorded" not in compiled
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("sites", FORMS)
@@ -368,9 +389,7 @@ def test_kernels_and_reference_give_the_same_denoiser(build: object, sites: str,
     results = []
     for backend in ("reference", "triton"):
         # By position: rounding decides between destinations that tie.
-        tokenmerge.apply(
-            loop.denoiser, ratio=0.5, sites=sites, scheduler=loop.scheduler, selection="uniform", backend=backend
-        )
+        loop.merge(sites=sites, selection="uniform", backend=backend)
         results.append(loop.run().float())
     tolerance = 2e-2 if dtype == torch.float16 else 1e-1
     torch.testing.assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)

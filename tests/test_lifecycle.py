@@ -31,7 +31,7 @@ import tokenmerge
 from tokenmerge import TokenMergeError
 from traces import attributes, same
 
-OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
+OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 FORMS = [("sdxl", "component"), ("sdxl", "block"), ("sd3", "component"), ("flux", "component"), ("flux", "span")]
 
 

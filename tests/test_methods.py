@@ -36,7 +36,7 @@ BLOCK_PAIRS = [pair for pair in PAIRS if pair[0] in ("tomesd", "tofu", "pool")]
 
 
 def apply(pipe: Any, method: str, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, method=method, **{"ratio": 0.5, "skip_first": 0, **options})
+    return tokenmerge.apply(pipe, method=method, **{**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, **options})
 
 
 def run_unet(unet: nn.Module, size: tuple[int, int] = (32, 32), samples: slice = slice(None)) -> list[Tensor]:

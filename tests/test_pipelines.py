@@ -14,7 +14,7 @@ import tokenmerge
 from tokenmerge import TokenMergeError
 
 # Small regions, so that 64 tokens and more are cut into several.
-OPTIONS = {"regions": "tile:4x4", "skip_first": 0}
+OPTIONS = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
 
 def apply(pipe: Any, **options: Any) -> Any:

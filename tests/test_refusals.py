@@ -14,7 +14,7 @@ import tokenmerge
 from tokenmerge import MergeConfig, TokenMergeError
 from traces import attributes, same
 
-OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
+OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
 
 def apply(pipe: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
 
-OPTIONS: dict[str, Any] = {"regions": "tile:4x4", "skip_first": 0}
+OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
 
 def apply(pipe: Any, **options: Any) -> Any:
@@ -421,7 +421,7 @@ def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:
 def test_leaving_applied_gives_back_the_scheduler_too() -> None:
     pipe = tiny.build("sdxl")
     apply(pipe.unet, scheduler=pipe.scheduler, ratio=0.5, start=0.5)
-    with tokenmerge.applied(pipe.unet, ratio=0.25):
+    with tokenmerge.applied(pipe.unet, **OPTIONS, ratio=0.25):
         assert pipe.unet._tokenmerge.plan.config.ratio == 0.25
     assert pipe.unet._tokenmerge.plan.config.ratio == 0.5
     assert merged_steps(pipe, steps=4) == [False, False, True, True]

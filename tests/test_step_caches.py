@@ -14,7 +14,7 @@ import tokenmerge
 from tokenmerge.adapters import family_of
 
 STEPS = 12
-ANCHORED: dict[str, Any] = {"ratio": 0.5, "skip_first": 1, "anchor_every": 3, "destinations_every": 4}
+ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 1, "anchor_every": 3, "destinations_every": 4}
 
 
 def magnitude(most: int) -> MagCacheConfig:
@@ -144,7 +144,7 @@ def test_a_first_block_that_runs_in_skipped_calls_is_refused() -> None:
 def test_a_refused_call_is_refused_again() -> None:
     """Without a scheduler a second try is another call of the same step."""
     transformer = tiny.build("flux").transformer
-    tokenmerge.apply(transformer, anchor_every=3, skip_first=0)
+    tokenmerge.apply(transformer, **{**tiny.PLAIN, "anchor_every": 3, "skip_first": 0})
     transformer.enable_cache(CACHES["first block"])
     arguments = family_of(transformer).example(transformer, 1, 16, 16)
     for _ in range(2):

@@ -39,7 +39,7 @@ from tokenmerge.tuning.search import Search, tune
 from tokenmerge.tuning.space import AXES, FIXED, draw_candidates, fits_regions
 
 MSE = BY_NAME["mse"]
-FAMILIES = {"dit": "tiny-flux", "unet": "tiny-sdxl"}
+FAMILIES = {"dit-anchored": "tiny-flux", "unet-anchored": "tiny-sdxl"}
 # Of any drift: the fastest is wanted, and at this size ratio 0.75 saves a third of the time.
 BUDGET = Budget(MSE, 1e5)
 SEARCH = Search(
@@ -108,7 +108,7 @@ def test_models_take_every_candidate(preset: str, model: str) -> None:
 
 
 def test_no_candidate_is_without_meaning() -> None:
-    configs = [item.config for item in draw_candidates(load_preset("dit"), 400, seed=1)]
+    configs = [item.config for item in draw_candidates(load_preset("dit-anchored"), 400, seed=1)]
     for config in configs:
         assert config.gap == "hold" or config.schedule.anchor_every
         assert (config.unmerge == "pinv") == (config.temperature > 0.01)
@@ -130,7 +130,7 @@ def test_regions_that_cannot_remove_what_is_asked() -> None:
 @pytest.mark.parametrize("count", [len(FIXED) - 1, 1001])
 def test_numbers_of_candidates_that_cannot_be(count: int) -> None:
     with pytest.raises(TokenMergeError, match=f"--candidates is {count}"):
-        draw_candidates(load_preset("dit"), count, seed=0)
+        draw_candidates(load_preset("dit-anchored"), count, seed=0)
 
 
 def dominates(first: Point, second: Point) -> bool:

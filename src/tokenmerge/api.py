@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ class Summary:
     groups: tuple[dict[str, Any], ...] = ()
     compiled: str = "not by tokenmerge.compile"
     gap_bytes: int = 0  # of anchored merging
+    steps: dict[str, int] = field(default_factory=dict)  # of the last image: full, anchor, merged
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -48,6 +49,7 @@ class Summary:
             "groups": list(self.groups),
             "compiled": self.compiled,
             "gap_bytes": self.gap_bytes,
+            "steps": self.steps,
         }
 
     def __str__(self) -> str:
@@ -57,6 +59,8 @@ class Summary:
         lines = [str(self.plan), compiled]
         if self.gap_bytes:
             lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
+        if self.steps.keys() - {"merged"}:
+            lines.append(_told_steps(self.steps))
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             if self.plan.config.coverage is not None:
@@ -159,7 +163,8 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    return Summary(record.plan, tuple(groups), compiled_state(denoiser), record.state.anchors.nbytes)
+    state = record.state
+    return Summary(record.plan, tuple(groups), compiled_state(denoiser), state.anchors.nbytes, dict(state.steps))
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,15 @@ def resolve_config(
     method = options.get("method")
     base = config or load_preset(preset or (method if method in BASELINES else family.preset))
     return base.replace(**options) if options else base
+
+
+def _told_steps(steps: dict[str, int]) -> str:
+    """What the steps of an image did, where they did different things."""
+    named = {"full": "whole", "anchor": "whole and merged (anchors)", "merged": "merged"}
+    told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
+    if steps.get("merged"):
+        return f"Steps of the last image: {told}."
+    return f"Steps of the last image: {told}: nothing was saved. For so few steps lower start and anchor_every."
 
 
 def _cell(value: Any) -> str:

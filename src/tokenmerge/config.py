@@ -219,7 +219,8 @@ class MergeConfig:
             raise TokenMergeError(f"levels is {self.levels}; levels are downsampling factors 1, 2, 4, ...")
         if self.schedule.anchor_every and self.sites != "block":
             raise TokenMergeError(
-                f"anchor_every needs sites='block', where a block can also run whole; not {self.sites!r}"
+                f"anchor_every is {self.schedule.anchor_every} and needs sites='block', where a block can also run "
+                f"whole; with sites={self.sites!r} use anchor_every=0"
             )
         for name in ("skip_first", "skip_last"):
             skip = getattr(self, name)
@@ -376,6 +377,8 @@ _TOMESD = MergeConfig(
 )
 # Cells of 2x2, as ToDo has them. Other ratios make other cells.
 _CELLS = MergeConfig(ratio=0.75, regions="tile:2x2")
+_UNET, _DIT = MergeConfig(), MergeConfig(skip_first=0.25)
+_ANCHORED: dict[str, Any] = {"merge": "pick", "start": 0.2, "anchor_every": 5}
 _PRESETS: dict[str, MergeConfig] = {
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),
@@ -389,10 +392,13 @@ _PRESETS: dict[str, MergeConfig] = {
     "random": MergeConfig(method="random"),
     "uniform": MergeConfig(method="uniform"),
     "none": MergeConfig(method="none", ratio=0.0),
-    # What `apply(pipe, ratio=...)` uses: small tiles, which keep pictures better than large ones, and one merge per
-    # block; in joint-attention models the first blocks, where text and image blend, stay whole.
-    "unet": MergeConfig(),
-    "dit": MergeConfig(skip_first=0.25),
+    # Small tiles, which keep pictures better than large ones, and one merge per block; in joint-attention models the
+    # first blocks, where text and image blend, stay whole.
+    "unet": _UNET,
+    "dit": _DIT,
+    # What `apply(pipe, ratio=...)` uses. The first steps decide what the picture is, and gaps change fast there.
+    "unet-anchored": _UNET.replace(**_ANCHORED),
+    "dit-anchored": _DIT.replace(**_ANCHORED),
 }
 
 

@@ -284,7 +284,7 @@ class _Placed:
         self._module = self._block.get_submodule(self._path)
         self._before = vars(self._module).get("forward")
         self.site.original = self._module.forward
-        run = _copied(type(self.site).run, f"run_{type(self._module).__name__}")
+        run = _copied(type(self.site).run, f"run_{type(self._module).__name__}_{self.site.group.level}")
         self._forward = types.MethodType(run, self.site)
         self._module.forward = self._forward
 
@@ -346,8 +346,8 @@ class Installation:
 
 @functools.cache
 def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
-    """The same function of another name. The compiler allows each function few graphs, and classes of blocks must not
-    take them from each other."""
+    """The same function of another name. The compiler allows each function few graphs, and classes of blocks, and
+    levels of a UNet, must not take them from each other: each needs one for whole steps, anchors and merged ones."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from .adapters import Block, Component, Family
 from .calls import DenoiserCall, grid_at_level
-from .config import MergeConfig, TokenMergeError
+from .config import MergeConfig, Schedule, TokenMergeError
 from .grid import Layout, TokenGrid
 from .methods import method_for
 from .tables import table
@@ -134,7 +134,7 @@ class Plan:
                 f"Multiplications in transformer blocks, by the paper's cost model: merging saves {self.saved:.1%}",
             ]
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
-            lines[-1] += f" and spends {self.spent:.1%}{most}."
+            lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config.schedule)}"
         reasons = skip_reasons(self.sites)
         if reasons:
             lines += ["", "Not merged:", *(f"  {count} x {reason}" for reason, count in reasons.items())]
@@ -148,6 +148,15 @@ class Plan:
         if self.config.coverage is not None:
             ratios, over = f"{self.config.ratio:g} or less", f" for a coverage of {self.config.coverage:g}"
         return f"{self.config.method} at ratio {ratios}{over}, {how[self.config.sites]}, {counts}"
+
+
+def _exceptions(schedule: Schedule) -> str:
+    """Which steps do not merge, or not only."""
+    whole = {"first": schedule.start, "last": 1 - schedule.stop}
+    told = [f"the {which} {share:.0%} of the steps run whole" for which, share in whole.items() if share]
+    if schedule.anchor_every:
+        told.append(f"one in {schedule.anchor_every} of those that merge runs whole as well")
+    return f" That is in merged steps: {', '.join(told)}." if told else ""
 
 
 def skip_reasons(sites: Iterable[PlannedSite]) -> dict[str, int]:

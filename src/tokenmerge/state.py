@@ -8,6 +8,7 @@ ever reads those tensors, the gaps that anchors keep, and the mode of the step: 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ class MergeState:
         self.mode = "merged"  # or full, or anchor: merged and full both
         self.anchors = Anchors(config, self.clock)
         self._begun = -1  # the last image whose first call could be entered
+        self.steps: Counter[str] = Counter()  # of the last image, by mode
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
@@ -82,6 +84,7 @@ class MergeState:
         if begins:
             self.at_image_start()
             self.anchors.forget()
+            self.steps.clear()
         self._see_grids(call, begins)
         for group in self.groups:
             group.enter(call, mode=self.mode)
@@ -93,6 +96,8 @@ class MergeState:
                 "use larger regions or a larger image, or remove merging"
             )
         self._begun = self.clock.image
+        # Guidance may take several calls to a step.
+        self.steps[self.mode] += self.clock.call == 0
 
     def _see_grids(self, call: DenoiserCall, begins: bool) -> None:
         """Tell every group how its image tokens lie."""

@@ -19,8 +19,8 @@ _HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
 # is without meaning: between hard clusters the pseudo-inverse is the transpose, and soft ones need it.
 AXES: dict[str, tuple[Changes, ...]] = {
     "amount": (
-        *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.375, 0.5, 0.625, 0.75)),
-        *({**_EVEN, "block_ratios": ratios} for ratios in ((0.25, 0.5), (0.25, 0.75), (0.5, 0.75))),
+        *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.5, 0.75, 0.875, 0.9375)),
+        *({**_EVEN, "block_ratios": ratios} for ratios in ((0.25, 0.75), (0.5, 0.75), (0.75, 0.875))),
     ),
     "regions": tuple({"regions": f"tile:{side}x{side}", "merge_regions": None} for side in (2, 4, 8)),
     "maps": (
@@ -30,7 +30,7 @@ AXES: dict[str, tuple[Changes, ...]] = {
     ),
     "anchors": (
         {"anchor_every": 0, "gap": "hold"},
-        *({"anchor_every": every, "gap": gap} for every in (2, 3, 5) for gap in GAPS),
+        *({"anchor_every": every, "gap": gap} for every in (2, 3, 5, 8) for gap in GAPS),
     ),
     "refresh": (
         {"destinations_every": 10, "weights_every": 5},
@@ -41,10 +41,10 @@ AXES: dict[str, tuple[Changes, ...]] = {
 }
 # Always among the candidates, as changes of the family's preset: what a user would try first.
 FIXED: tuple[Changes, ...] = (
-    *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.5, 0.75)),
-    {"ratio": 0.5, **_EVEN, "anchor_every": 3},
+    *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75, 0.875)),
     {"ratio": 0.75, **_EVEN, "anchor_every": 3},
-    {"ratio": 0.75, **_EVEN, "anchor_every": 5, "merge": "pick", **_HARD},
+    {"ratio": 0.875, **_EVEN, "anchor_every": 8},
+    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "start": 0.0, "merge": "mean", **_HARD},
 )
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000
