@@ -333,6 +333,19 @@ def test_recordings_notice(name: str) -> None:
     assert bool(graphs._obstacle(denoiser)) == (name in ("a cache", "a hook"))
 
 
+def test_levels_of_a_unet_do_not_take_graphs_from_each_other() -> None:
+    """SD 1.5 has four, and whole, anchored and merged steps need a graph on each: more than a function may have."""
+    widths = {"block_out_channels": (8, 16, 24, 24), "norm_num_groups": 8}
+    pipe = tokenmerge.apply(tiny.build("sd", unet=tiny.sd_unet(**widths)), ratio=0.5)
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_model(pipe, "regional", counter)
+    tiny.draw(pipe, steps=6, size=(128, 128))
+    compiled = counter.frame_count
+    assert compiled > torch._dynamo.config.recompile_limit
+    tiny.draw(pipe, steps=6, size=(128, 128))
+    assert counter.frame_count == compiled
+
+
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
 def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_inference_mode: bool) -> None:
     pipe = build("sdxl")

@@ -23,6 +23,7 @@ from torch import Tensor
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
+from tokenmerge.config import load_preset
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
@@ -511,3 +512,27 @@ def test_blocks_that_stay_whole_need_nothing() -> None:
     tiny.draw(pipe, steps=7)
     reuse = ("reuse", False)
     assert phases == [("select", True), *[reuse] * 4, ("reweigh", True), reuse]
+
+
+def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:
+    pipe = apply(tiny.build("sdxl"), start=0.2, anchor_every=3)
+    tiny.draw(pipe, steps=10)
+    told = tokenmerge.summary(pipe)
+    assert told.steps == {"full": 2, "anchor": 3, "merged": 5}
+    assert "Steps of the last image: 2 whole, 3 whole and merged (anchors), 5 merged." in str(told)
+    tiny.draw(pipe, steps=2)
+    assert "1 whole, 1 whole and merged (anchors): nothing was saved" in str(tokenmerge.summary(pipe))
+    assert "Steps of" not in str(tokenmerge.summary(apply(pipe)))
+
+
+def test_two_calls_are_one_step_of_the_summary() -> None:
+    pipe = apply(tiny.build("flux"), start=0.5)
+    tiny.draw(pipe, steps=4, **true_cfg())
+    assert tokenmerge.summary(pipe).steps == {"full": 2, "merged": 2}
+
+
+@pytest.mark.parametrize(("kind", "preset"), [("sdxl", "unet-anchored"), ("sd3", "dit-anchored")])
+def test_by_default_pictures_are_held(kind: str, preset: str) -> None:
+    plan = tokenmerge.plan(tiny.build(kind), ratio=0.75, height=64, width=64)
+    assert plan.config == load_preset(preset).replace(ratio=0.75)
+    assert "the first 20% of the steps run whole, one in 5 of those that merge runs whole as well" in str(plan)

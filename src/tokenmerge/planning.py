@@ -156,7 +156,7 @@ def _exceptions(schedule: Schedule) -> str:
     told = [f"the {which} {share:.0%} of the steps run whole" for which, share in whole.items() if share]
     if schedule.anchor_every:
         told.append(f"one in {schedule.anchor_every} of those that merge runs whole as well")
-    return f" That is in merged steps: {', '.join(told)}." if told else ""
+    return f" That is on average over steps: {', '.join(told)}." if told else ""
 
 
 def skip_reasons(sites: Iterable[PlannedSite]) -> dict[str, int]:
@@ -317,6 +317,7 @@ def _planned_groups(
     blocks: list[Block], sites: list[PlannedSite], parts: dict[str, int], config: MergeConfig, call: DenoiserCall
 ) -> Iterable[PlannedGroup]:
     method = method_for(config)
+    share = config.schedule.stop - config.schedule.start  # of the steps, that merge
     for name, part in dict.fromkeys((block.group, parts[block.name]) for block in blocks):
         members = [block for block in blocks if (block.group, parts[block.name]) == (name, part)]
         inside = {block.name for block in members}
@@ -349,8 +350,8 @@ def _planned_groups(
             grid,
             tuple(layouts),
             regions,
-            saved / len(ratios),
-            spent / len(ratios),
+            saved * share / len(ratios),
+            spent * share / len(ratios),
             total,
         )
 
