@@ -307,7 +307,7 @@ def assert_equal_to_plain(
 
     pipe = tiny.build(kind)
     unpatched = tiny.draw(pipe, batch=batch, seed=seed, steps=steps)
-    every = {
+    every: dict[str, dict[str, int]] = {
         "keep": {},
         "reweigh": {"weights_every": 1},
         "select": {"destinations_every": 1, "weights_every": 1},
@@ -318,8 +318,7 @@ def assert_equal_to_plain(
         regions=f"tile:{SIDE}x{SIDE}",
         levels={"sd": (1, 2), "sdxl": (2, 4)}.get(kind),
         skip_first=0,
-        **setting,
-        **every[each_call],
+        **{**tiny.PLAIN, **setting, **every[each_call]},
     )
     merged = tiny.draw(pipe, batch=batch, seed=seed, steps=steps)
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)

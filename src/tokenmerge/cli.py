@@ -477,9 +477,12 @@ def _presets(options: argparse.Namespace) -> None:
         return
     from .tables import table
 
-    header = ["preset", "method", "regions", "merge_regions", "sites", "skip_first"]
-    rows = [[name, *(str(getattr(config, field)) for field in header[1:])] for name, config in presets().items()]
-    print(table(header, rows))
+    fields, times = ["method", "regions", "merge_regions", "sites", "merge", "skip_first"], ["start", "anchor_every"]
+    rows = [
+        [name, *(str(getattr(config, field)) for field in fields), *(f"{getattr(config.schedule, t):g}" for t in times)]
+        for name, config in presets().items()
+    ]
+    print(table(["preset", *fields, *times], rows))
 
 
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
