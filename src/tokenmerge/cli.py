@@ -479,7 +479,11 @@ def _presets(options: argparse.Namespace) -> None:
 
     fields, times = ["method", "regions", "merge_regions", "sites", "merge", "skip_first"], ["start", "anchor_every"]
     rows = [
-        [name, *(str(getattr(config, field)) for field in fields), *(f"{getattr(config.schedule, t):g}" for t in times)]
+        [
+            name,
+            *(str(getattr(config, field)) for field in fields),
+            *(f"{getattr(config.schedule, field):g}" for field in times),
+        ]
         for name, config in presets().items()
     ]
     print(table(["preset", *fields, *times], rows))
