@@ -1,4 +1,4 @@
-"""Draws the fronts of docs/fidelity.md from the result files in benchmarks/results/fronts.
+"""Draws the fronts of the result files in benchmarks/results/fronts.
 
     python benchmarks/fronts.py           # one plot for each file, to docs/fronts
 
