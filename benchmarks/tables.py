@@ -5,8 +5,9 @@
 
 A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds:
 `bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
-every ratio), `ops` (single operations), `eval` (an evaluation; where the paper's figures of the same rows are known,
-they stand beside it), `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures).
+every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
+named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
+`maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures).
 """
 
 from __future__ import annotations
@@ -75,39 +76,43 @@ def ops_table(names: list[str]) -> str:
 
 
 def eval_table(names: list[str]) -> str:
-    """The results of one evaluation of a study of the paper; files are named by study and model."""
-    (name,) = names
-    records = read([name])
-    study = Path(name).stem.split("-")[0]
+    """The results of an evaluation of one of the paper's studies; files are named by study and model."""
+    pictures, *times = names
+    records = read([pictures])
+    study = Path(pictures).stem.split("-")[0]
     paper = {record["label"]: record for record in read([PAPER]) if record["study"] == study}
-    ours = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in records)]
-    theirs = [metric for metric in METRICS if any(metric.name in record["metrics"] for record in paper.values())]
-    header = ["configuration", "s / picture", "speed-up", "denoiser speed-up", *(_title(metric) for metric in ours)]
-    header += ["paper: speed-up"] * bool(paper) + [f"paper: {metric.title}" for metric in theirs]
-    rows = []
-    for record in records:
-        timing, known = record["timing"], paper.get(record["label"])
-        row = [f"`{record['label']}`"]
-        row += [f"{timing['median']:.4g}"] if timing else [""]
-        row += [f"{record[name]:.2f}x" if timing else "" for name in ("speed_up", "denoiser_speed_up")]
-        row += [_figure(metric, record["metrics"].get(metric.name)) for metric in ours]
-        if paper:
-            row.append(f"{paper['none']['seconds'] / known['seconds']:.2f}x" if known else "")
-        row += [f"{known['metrics'][m.name]:g}" if known and m.name in known["metrics"] else "" for m in theirs]
-        rows.append(row)
-    first = records[0]
-    width, height = first["size"]
-    conditions = (
-        f"{first['model']}, {width}x{height} pixels, {first['steps']} steps, {first['dtype']}, {first['prompts']} "
-        f"prompts x {first['seeds']} seeds{', compiled: ' + first['compile'] if first['compile'] else ''}, "
-        f"{first['environment']['device']}, torch {first['environment']['torch']}; "
-        f"time in batches of {first['timing']['batch'] if first['timing'] else 0}"
+    columns = {"configuration": [f"`{record['label']}`" for record in records]}
+    conditions = f"Pictures: {_conditions(records[0])}, {records[0]['prompts']} prompts x {records[0]['seeds']} seeds."
+    if times:
+        timed = {record["label"]: record for record in read(times)}
+        columns["s / picture"] = [f"{timed[record['label']]['timing']['median']:.4g}" for record in records]
+        for title, name in (("speed-up", "speed_up"), ("denoiser speed-up", "denoiser_speed_up")):
+            columns[title] = [f"{timed[record['label']][name]:.2f}x" for record in records]
+        first = timed["none"]
+        conditions += f" Time: {_conditions(first)}, in batches of {first['timing']['batch']}."
+    for metric in METRICS:
+        if any(metric.name in record["metrics"] for record in records):
+            title = f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
+            columns[title] = [_figure(metric, record["metrics"].get(metric.name)) for record in records]
+    if paper:
+        whole = paper["none"]["seconds"]
+        theirs = [paper.get(record["label"]) for record in records]
+        columns["paper: speed-up"] = [f"{whole / known['seconds']:.2f}x" if known else "" for known in theirs]
+        for metric in METRICS:
+            figures = [known["metrics"].get(metric.name) if known else None for known in theirs]
+            if any(figure is not None for figure in figures):
+                columns[f"paper: {metric.title}"] = ["" if figure is None else f"{figure:g}" for figure in figures]
+    return f"{markdown([*columns], [*map(list, zip(*columns.values(), strict=True))])}\n\n{conditions}"
+
+
+def _conditions(record: dict[str, Any]) -> str:
+    width, height = record["size"]
+    mode = f", compiled: {record['compile']}" if record["compile"] else ""
+    where = record["environment"]
+    return (
+        f"{record['model']}, {width}x{height} pixels, {record['steps']} steps, {record['dtype']}{mode}, "
+        f"{where['device']}, torch {where['torch']}"
     )
-    return f"{markdown(header, rows)}\n\n{conditions}."
-
-
-def _title(metric: Metric) -> str:
-    return f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
 
 
 def _figure(metric: Metric, value: dict[str, float] | None) -> str:
