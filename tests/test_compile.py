@@ -333,17 +333,32 @@ def test_recordings_notice(name: str) -> None:
     assert bool(graphs._obstacle(denoiser)) == (name in ("a cache", "a hook"))
 
 
-def test_levels_of_a_unet_do_not_take_graphs_from_each_other() -> None:
-    """SD 1.5 has four, and whole, anchored and merged steps need a graph on each: more than a function may have."""
-    widths = {"block_out_channels": (8, 16, 24, 24), "norm_num_groups": 8}
-    pipe = tokenmerge.apply(tiny.build("sd", unet=tiny.sd_unet(**widths)), ratio=0.5)
-    counter = CompileCounterWithBackend("aot_eager")
-    compile_model(pipe, "regional", counter)
-    tiny.draw(pipe, steps=6, size=(128, 128))
-    compiled = counter.frame_count
-    assert compiled > torch._dynamo.config.recompile_limit
-    tiny.draw(pipe, steps=6, size=(128, 128))
-    assert counter.frame_count == compiled
+def four_levels() -> Any:
+    """SD 1.5 at a size at which all of its levels merge."""
+    return tiny.build("sd", unet=tiny.sd_unet(block_out_channels=(8, 16, 24, 24), norm_num_groups=8))
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (four_levels, [((128, 128), 1), ((128, 128), 2)]),
+        (partial(build, "flux"), [((64, 64), 1), ((64, 96), 1)]),
+    ],
+)
+def test_sizes_and_batches_share_graphs_with_anchors(make: Any, shapes: list[tuple[tuple[int, int], int]]) -> None:
+    """Whole steps, anchors and merged steps, each for many shapes, are more graphs than a function has by default."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        pipe = tokenmerge.apply(make(), regions="tile:4x4", skip_first=0)
+        eager = [tiny.draw(pipe, steps=4, size=size, batch=batch) for size, batch in shapes]
+        counter = CompileCounterWithBackend("eager")
+        compile_model(pipe, "regional", counter)
+        for (size, batch), expected in zip(shapes, eager, strict=True):
+            drawn = tiny.draw(pipe, steps=4, size=size, batch=batch)
+            torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
+        graphs = counter.frame_count
+        for size, batch in shapes:
+            tiny.draw(pipe, steps=4, size=size, batch=batch)
+        assert counter.frame_count == graphs
 
 
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])

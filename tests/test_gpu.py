@@ -319,6 +319,16 @@ def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
 
 
+def test_gaps_follow_noise_levels_that_a_scheduler_keeps_on_the_device() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    loop, scheduler = _Loop(_flux, torch.float16), FlowMatchEulerDiscreteScheduler()
+    tokenmerge.apply(loop.denoiser, scheduler=scheduler, anchor_every=2, gap="linear")
+    scheduler.set_timesteps(4, device="cuda")
+    assert scheduler.sigmas.is_cuda
+    assert loop.denoiser._tokenmerge.state.clock.levels == scheduler.sigmas.tolist()
+
+
 @pytest.mark.parametrize("build", BUILDERS)
 def test_graphs_of_a_ratio_that_coverage_chooses(build: object) -> None:
     loop = _Loop(build, torch.float16)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -401,13 +402,43 @@ def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(k
     assert not torch.equal(tiny.draw(pipe, steps=3), first)
 
 
-def test_steps_beyond_the_schedule_merge_like_the_others() -> None:
-    pipe = apply(tiny.build("sdxl"))
-    state = pipe.unet._tokenmerge.state
-    pipe.scheduler.set_timesteps(2)
-    for _ in range(4):
-        state.stepped(pipe.scheduler)
-        assert state.mode == "merged"
+@torch.no_grad()
+def test_timesteps_that_are_set_once_serve_many_images() -> None:
+    unet, scheduler = tiny.sdxl_unet(), DDIMScheduler()
+    apply(unet, scheduler=scheduler, start=0.5)
+    scheduler.set_timesteps(4)
+    for image in range(3):
+        for timestep in scheduler.timesteps:
+            noise = unet(**unet_inputs(timestep, seed=image)).sample
+            scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+        assert tokenmerge.summary(unet).steps == {"full": 2, "merged": 2}
+        assert counts(unet) == (image + 1, image + 1)
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_a_scheduler_that_merging_does_not_follow_is_refused(kind: str) -> None:
+    """As of a second pipeline around the same denoiser: it could neither merge at the right steps nor say so."""
+    pipe = tokenmerge.apply(tiny.build(kind))
+    other = type(pipe)(**pipe.components)
+    other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    drawn = tiny.draw(pipe, steps=6)
+    with pytest.raises(
+        TokenMergeError, match="another scheduler drives this denoiser; apply to the pipeline that runs"
+    ):
+        tiny.draw(other, steps=6)
+    assert torch.equal(tiny.draw(pipe, steps=6), drawn)
+    tokenmerge.apply(other)
+    assert torch.equal(tiny.draw(other, steps=6), drawn)
+
+
+@torch.no_grad()
+def test_a_bare_denoiser_serves_two_shapes_of_as_many_tokens() -> None:
+    both, alone = (apply(tiny.flux_transformer(), sites="block") for _ in range(2))
+    wide = flux_inputs(0, 1.0)
+    rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(32.0), indexing="ij")
+    wide["img_ids"] = torch.stack([torch.zeros(8, 32), rows, columns], dim=-1).view(256, 3)
+    both(**flux_inputs(0, 1.0))
+    assert torch.equal(both(**wide).sample, alone(**wide).sample)
 
 
 def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:
@@ -523,6 +554,9 @@ def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:
     tiny.draw(pipe, steps=2)
     assert "1 whole, 1 whole and merged (anchors): nothing was saved" in str(tokenmerge.summary(pipe))
     assert "Steps of" not in str(tokenmerge.summary(apply(pipe)))
+    apply(pipe, anchor_every=3, step_ratios=(0, 0.5))
+    tiny.draw(pipe, steps=8)
+    assert tokenmerge.summary(pipe).steps == {"full": 4, "anchor": 2, "merged": 2}
 
 
 def test_two_calls_are_one_step_of_the_summary() -> None:

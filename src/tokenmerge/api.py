@@ -109,7 +109,10 @@ def remove(model: Model) -> Model:
 @contextmanager
 def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> Iterator[Model]:
     """Merge inside a `with` block; afterwards the model has what it had before, be it merging or none."""
-    before = vars(denoiser_of(model)).get(RECORD)
+    record = vars(denoiser_of(model)).get(RECORD)
+    # Not the record itself, whose maps and gaps would be kept for as long.
+    before = (record.plan, record.scheduler_of) if record is not None else None
+    del record
     apply(model, config, **options)
     try:
         yield model
@@ -117,7 +120,7 @@ def applied(model: Model, config: MergeConfig | None = None, **options: Any) -> 
         denoiser = denoiser_of(model)
         remove(denoiser)
         if before is not None:
-            _apply_plan(denoiser, family_of(denoiser), before.plan, before.scheduler_of)
+            _apply_plan(denoiser, family_of(denoiser), *before)
 
 
 def plan(
@@ -220,7 +223,7 @@ def _told_steps(steps: dict[str, int]) -> str:
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
-    return f"Steps of the last image: {told}: nothing was saved. For so few steps lower start and anchor_every."
+    return f"Steps of the last image: {told}: nothing was saved. For so few steps merge at every one: start=0, anchor_every=0."
 
 
 def _cell(value: Any) -> str:

@@ -29,6 +29,11 @@ class Clock:
         place = self.begin + step
         return self.levels[place] if place < len(self.levels) else float(step)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps of the schedule lie behind."""
+        return self.total is not None and self.begin + self.step >= self.total
+
     def start_image(self, total: int | None, levels: list[float] | None = None) -> None:
         self.image += 1
         self.step, self.call, self.begin, self.total = 0, -1, 0, total

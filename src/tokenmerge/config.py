@@ -110,8 +110,7 @@ class Schedule:
 
     def merges(self, position: float) -> bool:
         """Whether the step at `position`, its share of the whole schedule in [0, 1), merges."""
-        # A loop may take more steps than its schedule has; without an end to the window they merge like the others.
-        return self.start <= position and (position < self.stop or self.stop == 1.0)
+        return self.start <= position < self.stop
 
     def within(self, position: float) -> float:
         """Share of the merging window that lies behind a position in it."""

@@ -177,6 +177,7 @@ class MergeGroup:
         if key not in self._slots:
             while len(self._slots) >= _MAX_SIZES * len(self._configs):
                 del self._slots[next(iter(self._slots))]
+                self._forget_partitions()
             self._slots[key] = self._allocate(*size, call.rotary_width)
         self.slot = slot = self._slots[key]
         with torch.no_grad():
@@ -327,6 +328,14 @@ class MergeGroup:
     def done(self, done: tuple[int, int]) -> None:
         assert self._due is not None
         self._due.maps_done, self._due.rotary_done = done
+
+    def _forget_partitions(self) -> None:
+        """Give up those of sizes that have no slot left; recorded graphs read the others."""
+        kept = {(ratio, tokens, device) for ratio, _, tokens, _, _, device in self._slots}
+        for key in list(self._partitions):
+            grids, device, ratio = key
+            if (ratio, sum(grid.count for grid in grids), device) not in kept:
+                del self._partitions[key]
 
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device, self._config.ratio)

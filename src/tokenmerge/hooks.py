@@ -1,4 +1,4 @@
-"""Sites: places where tokens are merged and later unmerged. The only file that touches a module.
+"""Sites: places where tokens are merged and later unmerged. The only file that touches a block.
 
 A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
 the paper's form. A block site merges what enters one block, or a span of blocks, and unmerges only the change the block
@@ -13,6 +13,7 @@ function: as bound methods, the sites of all blocks of a class share one graph.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from abc import ABC, abstractmethod
@@ -34,6 +35,10 @@ OUTER_CACHES = ("fbc_", "mag_cache_")
 INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
 # Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
 _CACHE_LEADER = "fbc_leader"
+# Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for whole steps, one for
+# anchors and one for merged steps: first for one size, then for any, for tiles that fit and that do not, for batches of
+# one and of more, and for blocks that are given other strides.
+_GRAPHS = 64
 # The arguments of a call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -103,6 +108,7 @@ class Site(ABC):
         self.ports = ports
         self.first = first  # of the modules that a site runs through: merges
         self.last = last  # unmerges
+        self.retired = False  # another has taken its place
 
     @abstractmethod
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +125,7 @@ class Site(ABC):
     @property
     def idle(self) -> bool:
         """Whether tokens pass whole: in a step outside of the schedule's window, or where none would be removed."""
-        return self.state.mode == "full" or not self.slot.merges
+        return self.retired or self.state.mode == "full" or not self.slot.merges
 
     def split(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """Text tokens [B, T, C], if there are any, and image tokens [B, N, C]; raises where those are not the map's."""
@@ -297,6 +303,9 @@ class _Placed:
         replaced = self._block.get_submodule(self._path) is not self._module
         if replaced or not (self._places() or self._is_wrapped()):
             self.undo()
+            # A wrapper that does not tell what it wraps may still lead to the old site, which would then merge twice.
+            lost, self.site = self.site, copy.copy(self.site)
+            lost.retired = True
             self._place()
 
     def _is_wrapped(self) -> bool:
@@ -318,6 +327,8 @@ class Installation:
     """What `apply` put on a model, and how to take exactly that off again."""
 
     def __init__(self) -> None:
+        compiler = torch._dynamo.config
+        compiler.recompile_limit = max(compiler.recompile_limit, _GRAPHS)
         self._placed: list[_Placed] = []
         self._stop_observing: Callable[[], None] | None = None
 
@@ -346,8 +357,8 @@ class Installation:
 
 @functools.cache
 def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
-    """The same function of another name. The compiler allows each function few graphs, and classes of blocks, and
-    levels of a UNet, must not take them from each other: each needs one for whole steps, anchors and merged ones."""
+    """The same function of another name. The compiler looks for a graph among all that it made of a function, so
+    classes of blocks, and levels of a UNet, have one each."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 

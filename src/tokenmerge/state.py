@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .anchors import Anchors
@@ -28,7 +29,7 @@ RECORD = "_tokenmerge"
 
 
 class MergeState:
-    """Everything one `apply` remembers. Sites and hooks refer to it; it refers to none of them."""
+    """Everything one `apply` remembers. Sites and hooks refer to it; it knows none of them."""
 
     def __init__(self, config: MergeConfig, scheduler: Callable[[], Any]) -> None:
         self.config = config
@@ -37,6 +38,7 @@ class MergeState:
         self.mode = "merged"  # or full, or anchor: merged and full both
         self.anchors = Anchors(config, self.clock)
         self._begun = -1  # the last image whose first call could be entered
+        self._timestep: Tensor | None = None  # of the first call of the step
         self.steps: Counter[str] = Counter()  # of the last image, by mode
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
@@ -73,8 +75,8 @@ class MergeState:
                     "apply to the pipeline that runs"
                 )
             self.clock.follow_timestep(float(call.timestep.flatten()[0]))
-        elif self.clock.now[1:] == (0, -1):
-            self.clock.begin = self._begin(scheduler, call.timestep)
+        else:
+            self._follow_calls(scheduler, call)
         self.clock.call += 1
         self._set_mode()
         if self.mode == "merged" and self.anchors.exist:
@@ -97,7 +99,24 @@ class MergeState:
             )
         self._begun = self.clock.image
         # Guidance may take several calls to a step.
-        self.steps[self.mode] += self.clock.call == 0
+        merges = any(group.slot and group.slot.merges for group in self.groups)
+        self.steps[self.mode if merges else "full"] += self.clock.call == 0
+
+    def _follow_calls(self, scheduler: Any, call: DenoiserCall) -> None:
+        """Learn from a call what the scheduler does not tell."""
+        if self.clock.is_over:
+            # Loops of one's own may set the timesteps once, for many images.
+            self.timesteps_set(scheduler)
+        if self.clock.call < 0:
+            self._timestep = call.timestep
+            if self.clock.step == 0:
+                self.clock.begin = self._begin(scheduler, call.timestep)
+        elif self.clock.call == MAX_CALLS - 1 and not _equal(call.timestep, self._timestep):
+            # Not at every call, since reading timesteps waits for the device.
+            raise TokenMergeError(
+                f"{MAX_CALLS + 1} calls came without a step of the scheduler that merging follows, and at different "
+                "timesteps: another scheduler drives this denoiser; apply to the pipeline that runs, or give scheduler="
+            )
 
     def _see_grids(self, call: DenoiserCall, begins: bool) -> None:
         """Tell every group how its image tokens lie."""
@@ -107,7 +126,8 @@ class MergeState:
             return
         # Reading ids waits for the device, so only once per image.
         known = self.groups[0].grids
-        if begins or self.clock.call >= MAX_CALLS or sum(grid.count for grid in known) != call.tokens:
+        waits = self._watched() is None or self.clock.call >= MAX_CALLS
+        if begins or waits or sum(grid.count for grid in known) != call.tokens:
             known = grids_of_ids(call.ids)
             for group in self.groups:
                 group.grids = known
@@ -173,8 +193,8 @@ class MergeState:
     def timesteps_set(self, scheduler: Any) -> None:
         timesteps = getattr(scheduler, "timesteps", None)
         sigmas = getattr(scheduler, "sigmas", None)
-        # Schedulers keep them on the CPU; reading them from elsewhere would wait for the device.
-        levels = sigmas.tolist() if isinstance(sigmas, Tensor) and sigmas.device.type == "cpu" else None
+        # Some schedulers keep them on the device, for which reading them waits.
+        levels = sigmas.tolist() if isinstance(sigmas, Tensor) and self.config.gap == "linear" else None
         self.clock.start_image(None if timesteps is None else len(timesteps), levels)
         self._set_mode()
 
@@ -197,3 +217,7 @@ class MergeState:
 
     def _set_mode(self) -> None:
         self.mode = "merged" if self.config.schedule.merges(self.clock.position) else "full"
+
+
+def _equal(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.device == other.device and torch.equal(one, other)
