@@ -223,7 +223,8 @@ def _told_steps(steps: dict[str, int]) -> str:
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
-    return f"Steps of the last image: {told}: nothing was saved. For so few steps merge at every one: start=0, anchor_every=0."
+    way_out = "For so few steps merge at every one: start=0, anchor_every=0."
+    return f"Steps of the last image: {told}: nothing was saved. {way_out}"
 
 
 def _cell(value: Any) -> str:
