@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.evaluation.plots import new_plot, save_plot
+from tokenmerge.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fronts"
@@ -21,6 +22,7 @@ PLOTS = ROOT / "docs" / "fronts"
 DRIFT = "lpips"
 # What others are measured by, the time of which the plots mark.
 YARDSTICK = "toma:ratio=0.5"
+SPEED_UPS = (1.25, 1.5, 2.0)
 # Kinds of configuration, as they are drawn and told: colour, marker.
 KINDS = {
     "ToMA as in the paper": ("#D55E00", "s"),
@@ -68,6 +70,67 @@ def front(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def best_at(least: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of every kind, what drifts least among those that are at least so fast."""
+    best: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        fast = [record for record in measured(records) if kind_of(record) == kind and speed(record) >= least]
+        if fast:
+            best[kind] = min(fast, key=drift)
+    return best
+
+
+def front_table(records: Sequence[dict[str, Any]]) -> str:
+    """The front of every kind, fastest first."""
+    fronts = {kind: front([each for each in measured(records) if kind_of(each) == kind]) for kind in KINDS}
+    rows = [[kind, *_cells(record)] for kind, found in fronts.items() for record in found]
+    return f"{markdown(['kind', *_HEADER], rows)}\n\n{_told(records)}"
+
+
+def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
+    """What drifts least of every kind, at the time of the yardstick and at round speed-ups."""
+    yardstick = next(record for record in records if record["label"] == YARDSTICK)
+    wishes = {f"the time of `{YARDSTICK}`, {speed(yardstick):.2f}x": speed(yardstick)}
+    wishes |= {f"{wish:g}x": wish for wish in SPEED_UPS}
+    rows = [
+        [name, kind, *_cells(record)]
+        for name, least in wishes.items()
+        for kind, record in best_at(least, records).items()
+    ]
+    return f"{markdown(['at least', 'kind', *_HEADER], rows)}\n\n{_told(records)}"
+
+
+_HEADER = ["configuration", "denoiser speed-up", "LPIPS ↓", "MSE ↓", "FID ↓"]
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    found = record["metrics"]
+    interval = found[DRIFT]["interval"]
+    drifted = f"{drift(record):.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+    others = [f"{found[name]['mean']:.1f}" if name in found else "" for name in ("mse", "fid")]
+    return [f"`{record['label']}`", f"{speed(record):.2f}x", drifted, *others]
+
+
+def conditions(record: dict[str, Any]) -> str:
+    """Under which an evaluation was made."""
+    width, height = record["size"]
+    mode = f", compiled: {record['compile']}" if record["compile"] else ""
+    where = record["environment"]
+    return (
+        f"{record['model']}, {width}x{height} pixels, {record['steps']} steps, {record['dtype']}{mode}, "
+        f"{where['device']}, torch {where['torch']}"
+    )
+
+
+def _told(records: Sequence[dict[str, Any]]) -> str:
+    first = records[0]
+    fid = first["metrics"].get("fid")
+    return (
+        f"{conditions(first)}; {first['prompts']} prompts x {first['seeds']} seeds, time in batches of "
+        f"{first['timing']['batch']}." + (f" FID to photographs; unmerged it is {fid['mean']:.1f}." if fid else "")
+    )
+
+
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Drift over speed-up: every configuration, and the front of each kind."""
     drawn, axes = new_plot(8.6)
@@ -85,13 +148,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("speed-up of the denoiser over the unmerged model")
     axes.set_ylabel("LPIPS to the unmerged picture, lower is better")
-    first = records[0]
-    width, height = first["size"]
-    conditions = (
-        f"{first['model']}, {width}x{height} pixels, {first['steps']} steps, {first['prompts']} prompts x "
-        f"{first['seeds']} seeds; {first['environment']['device']}"
-    )
-    axes.set_title(conditions, fontsize=8, color="#555555", loc="left")
+    axes.set_title(_told(records), fontsize=7, color="#555555", loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     save_plot(drawn, path)
 

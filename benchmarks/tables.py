@@ -7,7 +7,8 @@ A document asks for a table between two comments, `<!-- table: KIND FILE ... -->
 `bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
 every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
 named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
-`maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures).
+`maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
+an evaluation) and `equal-time` (what drifts least at equal speed-up).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import fronts
 import ops
 
 from tokenmerge import bench
@@ -82,14 +84,16 @@ def eval_table(names: list[str]) -> str:
     study = Path(pictures).stem.split("-")[0]
     paper = {record["label"]: record for record in read([PAPER]) if record["study"] == study}
     columns = {"configuration": [f"`{record['label']}`" for record in records]}
-    conditions = f"Pictures: {_conditions(records[0])}, {records[0]['prompts']} prompts x {records[0]['seeds']} seeds."
+    conditions = (
+        f"Pictures: {fronts.conditions(records[0])}, {records[0]['prompts']} prompts x {records[0]['seeds']} seeds."
+    )
     if times:
         timed = {record["label"]: record for record in read(times)}
         columns["s / picture"] = [f"{timed[record['label']]['timing']['median']:.4g}" for record in records]
         for title, name in (("speed-up", "speed_up"), ("denoiser speed-up", "denoiser_speed_up")):
             columns[title] = [f"{timed[record['label']][name]:.2f}x" for record in records]
         first = timed["none"]
-        conditions += f" Time: {_conditions(first)}, in batches of {first['timing']['batch']}."
+        conditions += f" Time: {fronts.conditions(first)}, in batches of {first['timing']['batch']}."
     for metric in METRICS:
         if any(metric.name in record["metrics"] for record in records):
             title = f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
@@ -103,16 +107,6 @@ def eval_table(names: list[str]) -> str:
             if any(figure is not None for figure in figures):
                 columns[f"paper: {metric.title}"] = ["" if figure is None else f"{figure:g}" for figure in figures]
     return f"{markdown([*columns], [*map(list, zip(*columns.values(), strict=True))])}\n\n{conditions}"
-
-
-def _conditions(record: dict[str, Any]) -> str:
-    width, height = record["size"]
-    mode = f", compiled: {record['compile']}" if record["compile"] else ""
-    where = record["environment"]
-    return (
-        f"{record['model']}, {width}x{height} pixels, {record['steps']} steps, {record['dtype']}{mode}, "
-        f"{where['device']}, torch {where['torch']}"
-    )
 
 
 def _figure(metric: Metric, value: dict[str, float] | None) -> str:
@@ -135,6 +129,14 @@ def locality_table(names: list[str]) -> str:
     return markdown(*locality_cells(read(names)))
 
 
+def front_table(names: list[str]) -> str:
+    return fronts.front_table(read(names))
+
+
+def equal_time_table(names: list[str]) -> str:
+    return fronts.equal_time_table(read(names))
+
+
 KINDS = {
     "bench": bench_tables,
     "speed": speed_table,
@@ -143,6 +145,8 @@ KINDS = {
     "maps": maps_table,
     "overlap": overlap_table,
     "locality": locality_table,
+    "front": front_table,
+    "equal-time": equal_time_table,
 }
 
 
