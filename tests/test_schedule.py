@@ -402,6 +402,21 @@ def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(k
     assert not torch.equal(tiny.draw(pipe, steps=3), first)
 
 
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_merging_that_is_applied_on_the_way_keeps_its_window(kind: str) -> None:
+    pipe = tiny.build(kind)
+
+    def merge(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 1:
+            apply(pipe, start=0.5)
+        return {}
+
+    tiny.draw(pipe, steps=8, callback_on_step_end=merge)
+    assert tokenmerge.summary(pipe).steps == {"full": 2, "merged": 4}
+    tiny.draw(pipe, steps=8)
+    assert tokenmerge.summary(pipe).steps == {"full": 4, "merged": 4}
+
+
 @torch.no_grad()
 def test_timesteps_that_are_set_once_serve_many_images() -> None:
     unet, scheduler = tiny.sdxl_unet(), DDIMScheduler()

@@ -179,6 +179,9 @@ class MergeState:
         self._watched = weakref.ref(scheduler)
         self._stop_watching = watch(scheduler, self)
         self.timesteps_set(scheduler)
+        # Merging may be applied on the way, as by a callback of a pipeline.
+        self.clock.begin = getattr(scheduler, "begin_index", None) or 0
+        self.clock.step = max(0, (getattr(scheduler, "step_index", None) or 0) - self.clock.begin)
 
     def close(self) -> None:
         """Merge no more, also where somebody has kept the forward of a site."""
