@@ -68,6 +68,45 @@ def test_phases_follow_the_method(method: str, counts: dict[str, int]) -> None:
     assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
 
 
+@pytest.mark.parametrize(
+    ("options", "steps", "step", "phase"),
+    [
+        ({}, 20, 2, "reuse"),
+        ({"start": 0.2, "anchor_every": 5}, 20, 6, "reuse"),
+        ({"start": 0.8}, 20, 18, "reuse"),
+        ({"start": 0.8, "method": "lower-bound"}, 20, 17, "reuse"),
+        ({"method": "lower-bound"}, 20, 1, "reuse"),
+        ({"weights_every": 1}, 20, 2, "reweigh"),
+        ({"step_ratios": (0, 0.25, 0.5, 0.5)}, 20, 12, "reuse at 0.5"),
+        ({"start": 0.2, "anchor_every": 5}, 3, 2, "reuse"),
+        ({"start": 0.5}, 2, 1, "select"),
+        ({}, 1, 0, "select"),
+    ],
+)
+def test_launches_are_counted_at_a_step_that_merges(options: dict[str, Any], steps: int, step: int, phase: str) -> None:
+    config = tokenmerge.MergeConfig(levels=(4,)).replace(**options)
+    phases = bench.Candidate("merged", config).phases(steps)
+    assert bench.typical_step(phases) == step
+    # What a denoiser does there, when an image has come so far.
+    unet = denoiser_of(tiny.build("sdxl"))
+    loop = bench._Loop(steps)
+    arguments = family_of(unet).example(unet, 1, 16, 16)
+    tokenmerge.apply(unet, config, scheduler=loop)
+
+    def call() -> None:
+        with torch.inference_mode():
+            unet(**arguments, return_dict=False)
+
+    bench._begin_image(loop, call, step)
+    call()
+    assert unet._tokenmerge.state.phase == phase
+
+
+def test_launches_of_an_unmerged_denoiser_are_those_of_its_second_step() -> None:
+    assert bench.typical_step(bench.Candidate("unpatched").phases(50)) == 1
+    assert bench.typical_step(["full"]) == 0
+
+
 @pytest.mark.parametrize("kind", ["sdxl", "sd", "sd3", "flux"])
 def test_examples_are_calls_a_denoiser_takes(kind: str) -> None:
     denoiser = denoiser_of(tiny.build(kind))

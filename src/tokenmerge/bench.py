@@ -155,7 +155,7 @@ def measure_candidate(
         backends = [group["backend"] for group in api.summary(denoiser).groups]
         compiled = api.summary(denoiser).compiled
         if device.type == "cuda" and "graph" not in setting.mode:
-            launches = _launches(loop, call)
+            launches = _launches(loop, call, typical_step(phases))
     finally:
         uncompile(denoiser)
         api.remove(denoiser)
@@ -208,22 +208,32 @@ def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch
 
 
 def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
-    def run() -> None:
-        loop.set_timesteps()
-        for _ in range(steps):
-            call()
-            loop.step()
-
-    return timed(run, device)[1]
+    return timed(lambda: _begin_image(loop, call, steps), device)[1]
 
 
-def _launches(loop: _Loop, call: Callable[[], None]) -> int:
-    """Kernels, copies and fills of the second step of an image, which for most schedules renews nothing."""
+def _begin_image(loop: _Loop, call: Callable[[], None], steps: int) -> None:
+    """An image up to, and without, the step of this number."""
+    loop.set_timesteps()
+    for _ in range(steps):
+        call()
+        loop.step()
+
+
+def typical_step(phases: Sequence[str]) -> int:
+    """The second step, or else the only one, of the most frequent phase: of those that reuse maps, or where none does
+    of those that merge, or where nothing is merged of all. The first may also begin an image, or make a bound's maps.
+    """
+    reused = [phase for phase in phases if phase.startswith("reuse")]
+    merged = [phase for phase in phases if "full" not in phase]
+    (phase, _), *_ = Counter(reused or merged or phases).most_common(1)
+    return [step for step, each in enumerate(phases) if each == phase][:2][-1]
+
+
+def _launches(loop: _Loop, call: Callable[[], None], step: int) -> int:
+    """Kernels, copies and fills of one step of an image."""
     from torch.profiler import ProfilerActivity, profile
 
-    loop.set_timesteps()
-    call()
-    loop.step()
+    _begin_image(loop, call, step)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
