@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,44 @@ def test_launches_are_counted_at_a_step_that_merges(options: dict[str, Any], ste
     phases = bench.Candidate("merged", config).phases(steps)
     assert bench.typical_step(phases) == step
     # What a denoiser does there, when an image has come so far.
+    loop, call, seen = _merged_unet(config, steps)
+    bench._begin_image(loop, call, step)
+    call()
+    assert seen[-1] == phase
+
+
+def _merged_unet(config: tokenmerge.MergeConfig, steps: int) -> tuple[bench._Loop, Callable[[], None], list[str]]:
+    """What drives a denoiser, a call of it, and the phases of all calls so far."""
     unet = denoiser_of(tiny.build("sdxl"))
     loop = bench._Loop(steps)
     arguments = family_of(unet).example(unet, 1, 16, 16)
     tokenmerge.apply(unet, config, scheduler=loop)
+    seen: list[str] = []
 
     def call() -> None:
         with torch.inference_mode():
             unet(**arguments, return_dict=False)
+        seen.append(unet._tokenmerge.state.phase)
 
-    bench._begin_image(loop, call, step)
-    call()
-    assert unet._tokenmerge.state.phase == phase
+    return loop, call, seen
+
+
+@pytest.mark.parametrize("method", ["toma", "lower-bound", "pool"])
+@pytest.mark.parametrize(
+    "options", [{}, {"start": 0.25}, {"start": 0.25, "anchor_every": 3}, {"step_ratios": (0.75, 0, 0.5)}]
+)
+def test_laps_of_a_phase_do_what_it_says(method: str, options: dict[str, Any]) -> None:
+    config = tokenmerge.MergeConfig(levels=(4,), method=method, ratio=0.75).replace(**options)
+    phases = bench.Candidate("merged", config).phases(12)
+    loop, call, seen = _merged_unet(config, 12)
+    visited = bench.visits(phases)
+    assert {phase for phase in visited.values() if phase} == set(phases)
+    for step in range(12):
+        if step in visited:
+            call()
+            phase = visited[step]
+            assert phase is None or phase.removeprefix("first ") == seen[-1]
+        loop.step()
 
 
 def test_launches_of_an_unmerged_denoiser_are_those_of_its_second_step() -> None:

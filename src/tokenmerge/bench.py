@@ -178,33 +178,48 @@ def measure_candidate(
 def _time_phases(
     loop: _Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
 ) -> dict[str, list[float]]:
-    """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
-    visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
-
+    """Milliseconds of every phase. Each image visits a step of each phase and skips the rest."""
     # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
-    anew = len(visited) > 1
-    loop.set_timesteps()
+    anew = len(set(phases)) > 1
+    visited = visits(phases) if anew else {0: phases[0]}
+    _begin_image(loop, call, 1)
 
     def turn(watches: dict[str, Stopwatch]) -> None:
         if anew:
             loop.set_timesteps()
         for step in range(max(visited) + 1):
             if step in visited:
-                watches[visited[step]].lap(call)
+                phase = visited[step]
+                call() if phase is None else watches[phase].lap(call)
             loop.step()
 
     began, turns = time.perf_counter(), 0
     while turns < setting.warmups or time.perf_counter() - began < setting.settle:
-        timed(lambda: turn(_watches(visited.values(), device)), device)
+        timed(lambda: turn(_watches(phases, device)), device)
         turns += 1
-    watches = _watches(visited.values(), device)
+    watches = _watches(phases, device)
     for _ in range(setting.repeats):
         turn(watches)
     return {phase: watch.milliseconds() for phase, watch in watches.items()}
 
 
+def visits(phases: Sequence[str]) -> dict[int, str | None]:
+    """The steps of an image that are run to time every phase, each with the phase it is a lap of: the first that has
+    it. Where that one would have to make the maps it is said to reuse, as a bound does, it is no lap, and the second
+    is one."""
+    found: dict[int, str | None] = {}
+    for phase in dict.fromkeys(phases):
+        first, *later = (step for step, each in enumerate(phases) if each == phase)
+        made = any(before.endswith(_renamed(phase, "select")) for before in phases[:first])
+        if "reuse" in phase and not made and later:
+            found[first] = None
+            first = later[0]
+        found[first] = phase
+    return found
+
+
 def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch]:
-    return {phase: Stopwatch(device) for phase in phases}
+    return {phase: Stopwatch(device) for phase in dict.fromkeys(phases)}
 
 
 def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
