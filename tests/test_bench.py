@@ -223,6 +223,47 @@ def test_the_bound_is_that_of_the_changed_preset() -> None:
     assert all(each.config.skip_first == 1 for each in made[1:])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 0.5},
+        {"stop": 0.5},
+        {"start": 0.5, "anchor_every": 3},
+        {"skip_first": 2},
+        {"merge": "pick"},
+        {"span": 2},
+    ],
+)
+def test_every_row_is_compared_with_its_own_bound(change: dict[str, Any], tmp_path: Path) -> None:
+    denoiser, _ = empty_denoiser("flux-random")
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(tokenmerge.presets()["dit"].replace(**change).to_yaml())
+    made = bench.candidates_for(denoiser, ["dit", str(changed), "tomesd"], [0.5], {})
+    # Twice and three times as fast as the unpatched one, and merging takes 10 and 20 % longer than that.
+    times = dict(zip((each.label for each in made), (600.0, 300.0, 330.0, 200.0, 240.0, 250.0), strict=True))
+    records = [
+        {
+            "label": each.label,
+            **dict.fromkeys(("width", "height", "batch", "steps"), 1),
+            **dict.fromkeys(("launches", "peak_bytes", "first_call_s")),
+            "model": "flux-random",
+            "mode": "eager",
+            "config": each.config.to_dict() if each.config else None,
+            "steps_by_phase": {"reuse": 1},
+            "laps_ms": {"reuse": [times[each.label]]},
+            "loop_ms": [],
+            "environment": {"device": "none", "torch": "none"},
+        }
+        for each in made
+    ]
+    table = [line.split(" | ") for line in bench.report(records).splitlines() if line.startswith("|")]
+    place = table[0].index("over its bound")
+    assert [line[place] for line in table[2:]] == ["", "", "+10.0 %", "", "+20.0 %", ""]
+    # Also from a file, where the order of the fields may be another.
+    turned = [{**each, "config": each["config"] and dict(reversed(each["config"].items()))} for each in records[::-1]]
+    assert all("+10.0 %" in line for line in bench.report(turned).splitlines() if line.startswith("| dit 0.5"))
+
+
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(

@@ -32,6 +32,8 @@ from .methods import method_for
 from .tables import markdown
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
+# What the bound of linear merging has in place of a config's own; the rest they share.
+_BOUND = {"method": "lower-bound", "selection": "facility-location", "unmerge": "transpose", "anchor_every": 0}
 
 
 @dataclass(frozen=True)
@@ -275,10 +277,7 @@ def candidates_for(
                     "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
                 )
             if config.method in ("toma", *SELECTIONS):
-                bound = config.replace(
-                    method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0
-                )
-                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", bound))
+                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", config.replace(**_BOUND)))
             found.append(Candidate(f"{preset} {ratio:g}", config))
     return found
 
@@ -432,9 +431,9 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
-    bounds = {_sites(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
+    bounds = {_bound_of(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
     for row in rows:
-        bound = bounds.get(_sites(row.config)) if row.config else None
+        bound = bounds.get(_bound_of(row.config)) if row.config else None
         peak = row.record["peak_bytes"]
         yield [
             row.record["label"],
@@ -455,8 +454,8 @@ def _spread(laps: list[float]) -> str:
     return f"{statistics.median(ordered):.2f} ({ordered[tail]:.2f}-{ordered[-1 - tail]:.2f})"
 
 
-def _sites(config: dict[str, Any]) -> str:
-    """What a method shares with its bound: where it merges, and how much."""
-    names = ["ratio", "step_ratios", "block_ratios", "regions", "merge_regions", "sites", "components", "levels"]
-    names += ["skip_first", "skip_last"]
-    return json.dumps({name: config.get(name) for name in names})
+def _bound_of(config: dict[str, Any]) -> str:
+    """The config of its bound, as it is recorded; a bound has itself."""
+    schedule = {name: _BOUND.get(name, value) for name, value in config["schedule"].items()}
+    bound = {name: _BOUND.get(name, value) for name, value in config.items()}
+    return json.dumps({**bound, "schedule": schedule}, sort_keys=True)
