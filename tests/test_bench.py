@@ -295,12 +295,83 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sizes", "64"], "write width x height"),
         (["--presets", "none-such"], "none-such"),
         (["--model", "no/such/folder/at-all"], "cannot be loaded"),
+        (["--steps", "0"], "--steps is 0; it must be 1 or more"),
+        (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
+        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["--warmups", "-1"], "--warmups is -1; it must be 0 or more"),
+        (["--loops", "-1"], "--loops is -1; it must be 0 or more"),
+        (["--settle", "-1"], "--settle is -1.0; it must be a number of seconds from 0"),
+        (["--settle", "inf"], "--settle is inf"),
+        (["--settle", "nan"], "--settle is nan"),
+        (["--batches", "1,0"], "--batches are [1, 0]; give numbers from 1"),
+        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 32"),
+        # A whole number of latents, but not of tokens.
+        (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
+        (["--sizes", "0x0"], "0x0 pixels cannot be made"),
+        (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 4, from 16"),
+        # What only a candidate, or only a size, is refused for.
+        (["--presets", "default,todo", "--ratios", "0.75"], "todo 0.75 is refused at 64x64: method 'todo'"),
+        (["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--levels", "4"], "is refused at 16x16: at this size"),
+        (
+            ["--sizes", "64x64,64x96", "--presets", "dit", "--regions", "tile:4x4", "--merge-regions", "stripe:2"],
+            "dit 0.5 is refused at 64x96: on the 12x8 token grid",
+        ),
+        (["--backend", "triton", "--device", "cpu"], "backend='triton' cannot run here"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_refused_in_one_line_before_anything_is_timed(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    out = tmp_path / "results.jsonl"
+    assert main(["bench", "--sizes", "64x64", "--steps", "4", "--out", str(out), *arguments]) == 2
+    printed = capsys.readouterr()
+    error = printed.err.strip().splitlines()[-1]
     assert error.startswith("tokenmerge: ")
     assert message in error
+    assert printed.out == ""
+    assert not out.exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("a candidate was timed")
+
+    monkeypatch.setattr(bench, "measure_candidate", measure)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        assert main(["bench", "--sizes", "64x64", "--steps", "2", "--out", str(out)]) == 2
+        assert f"{out} cannot be written" in capsys.readouterr().err
+
+
+def test_records_go_to_the_end_of_a_file_in_a_folder_that_need_not_be_there(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "results.jsonl"
+    arguments = ["--sizes", "64x64", "--steps", "2", "--warmups", "0", "--repeats", "1", "--ratios", "0"]
+    for rows in (2, 4):
+        assert main(["bench", *arguments, "--presets", "pool", "--out", str(out)]) == 0
+        assert len(bench.read(out)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file"),
+        (b"", "holds no record"),
+        (b'{"laps_ms": {}', "line 1 of"),
+        (b'\n{"label": "none"}', "line 2 of"),
+        (b"[]", "no record of times"),
+        (b"\xff\xfe", "is no text"),
+    ],
+)
+def test_a_file_that_holds_no_times_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["bench", "--table", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "give a file that bench --out has written" in error
+    assert error.count("\n") == 1

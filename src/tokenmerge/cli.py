@@ -347,25 +347,28 @@ def _bench(options: argparse.Namespace) -> None:
     if options.table:
         print(bench.report(bench.read(Path(options.table))))
         return
-    records = bench.run(
-        options.model,
-        sizes=[parse_size(size) for size in options.sizes],
-        batches=options.batches,
-        modes=options.modes,
-        presets=options.presets,
-        ratios=options.ratios,
-        changes=_config_options(options, without=("ratio",)),
-        steps=options.steps,
-        warmups=options.warmups,
-        settle=options.settle,
-        repeats=options.repeats,
-        loops=options.loops,
-        rounds=options.rounds,
+    names = (
+        "model",
+        "batches",
+        "modes",
+        "presets",
+        "ratios",
+        "steps",
+        "warmups",
+        "settle",
+        "repeats",
+        "loops",
+        "rounds",
+    )
+    task = bench.Task(
         device=best_device(options.device),
-        dtype=options.dtype,
+        sizes=[parse_size(size) for size in options.sizes],
+        changes=_config_options(options, without=("ratio",)),
         out=Path(options.out) if options.out else None,
         command=_command(options, without="--out"),
+        **{name: getattr(options, name) for name in (*names, "dtype")},
     )
+    records = bench.run(task)
     print(json.dumps(records, indent=2) if options.json else bench.report(records))
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
-from .adapters.loading import CallDefaults, load_pipeline
+from .adapters.loading import CallDefaults, check_size, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
@@ -208,11 +208,7 @@ def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[i
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     width, height = parse_size(text)
-    unit = pipe.vae_scale_factor
-    if min(width, height) < 4 * unit or width % unit or height % unit:
-        raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
-        )
+    check_size(width, height, pipe.vae_scale_factor)
     return width, height
 
 
