@@ -181,12 +181,15 @@ def _add_reproduce(commands: Any) -> None:
         repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
         out="reproduction/NAME-MODEL",
     )
-    parser.set_defaults(run=_reproduce)
+    # Not everything has a use for them, so whether they were given must be known.
+    usual = {name: parser.get_default(name) for name in ("prompts", "batch", "resume")}
+    parser.set_defaults(run=_reproduce, usual=usual, **dict.fromkeys(usual))
 
 
 def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """defaults: what the help tells of options that have another default in every command."""
     told = {name: f"(default: {default})" for name, default in defaults.items()}
+    batch = 1
     parser.add_argument("--model", help=f"bundled name, folder or hub id {told['model']}")
     _add_prompt_options(parser, default="flowers")
     parser.add_argument("--number", type=int, metavar="N", help=f"the first N prompts {told['number']}")
@@ -199,7 +202,7 @@ def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) ->
     parser.add_argument(
         "--reference", metavar="FOLDER", help="photographs for FID and KID (default: unmerged pictures)"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=batch, metavar="N", help=f"of the timing (default: {batch})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"timed batches, or 0 {told['repeats']}")
     parser.add_argument("--out", metavar="FOLDER", help=f"for all files {told['out']}")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
@@ -278,7 +281,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
-    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: %(default)s)")
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default})")
     parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
     parser.add_argument("--template", metavar="TEXT", help="what a prompt is put into, as in 'a photo of a {}'")
 
@@ -389,9 +392,14 @@ def _reproduce(options: argparse.Namespace) -> None:
     from .evaluation.studies import FIGURE, FULL, QUICK, Inquiry, find_study
 
     item = find_study(options.name)
+    if isinstance(item, Inquiry):
+        for name, reason in item.useless().items():
+            if getattr(options, name) is not None:
+                raise TokenMergeError(f"--{name} is not for {options.name}, which {reason}; leave it out")
     scale = QUICK if options.quick else FIGURE if isinstance(item, Inquiry) else FULL
     options.model = options.model or item.model
     defaults = {"number": scale.prompts, "seeds": scale.seeds, "repeats": scale.repeats, "steps": scale.steps}
+    defaults |= options.usual
     defaults["out"] = f"reproduction/{item.folder}-{Path(options.model).name}"
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -406,10 +414,7 @@ def _inquire(options: argparse.Namespace, inquiry: Any, ratios: Sequence[float])
     from .evaluation.inquiries import inquire
     from .evaluation.prompts import read_prompts
 
-    for name in ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"):
-        if getattr(options, name):
-            raise TokenMergeError(f"--{name} is not for {options.name}, which compares no pictures; leave it out")
-    names = ("seeds", "steps", "guidance", "size", "repeats", "threads", "device", "dtype")
+    names = ("seeds", "steps", "guidance", "size", "batch", "repeats", "threads", "device", "dtype")
     finding = inquire(
         inquiry,
         options.model,

@@ -134,6 +134,10 @@ def make_picture(
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
+    changes = dict(changes or {})
+    single = changes.pop("ratio", None)
+    if ratios and single is not None:
+        raise TokenMergeError("both --ratio and --ratios were given; give one of them")
     place = best_device(device)
     way = way_on(place, compile)
     step_cache = read_cache(cache) if cache is not None else None
@@ -141,9 +145,7 @@ def make_picture(
         check_cacheable(way)
     kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     pipe, defaults = load_pipeline(model, kind, place)
-    changes = dict(changes or {})
     variants = []
-    single = changes.pop("ratio", None)
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
         variants.append(Variant(_label(config, step_cache), config, step_cache))
