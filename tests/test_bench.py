@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,71 @@ def test_phases_are_those_of_a_pipeline(options: dict[str, Any], steps: int, cou
 def test_phases_follow_the_method(method: str, counts: dict[str, int]) -> None:
     phases = bench.Candidate(method, tokenmerge.presets()[method]).phases(12)
     assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "step", "phase"),
+    [
+        ({}, 20, 2, "reuse"),
+        ({"start": 0.2, "anchor_every": 5}, 20, 6, "reuse"),
+        ({"start": 0.8}, 20, 18, "reuse"),
+        ({"start": 0.8, "method": "lower-bound"}, 20, 17, "reuse"),
+        ({"method": "lower-bound"}, 20, 1, "reuse"),
+        ({"weights_every": 1}, 20, 2, "reweigh"),
+        ({"step_ratios": (0, 0.25, 0.5, 0.5)}, 20, 12, "reuse at 0.5"),
+        ({"start": 0.2, "anchor_every": 5}, 3, 2, "reuse"),
+        ({"start": 0.5}, 2, 1, "select"),
+        ({}, 1, 0, "select"),
+    ],
+)
+def test_launches_are_counted_at_a_step_that_merges(options: dict[str, Any], steps: int, step: int, phase: str) -> None:
+    config = tokenmerge.MergeConfig(levels=(4,)).replace(**options)
+    phases = bench.Candidate("merged", config).phases(steps)
+    assert bench.typical_step(phases) == step
+    # What a denoiser does there, when an image has come so far.
+    loop, call, seen = _merged_unet(config, steps)
+    bench._begin_image(loop, call, step)
+    call()
+    assert seen[-1] == phase
+
+
+def _merged_unet(config: tokenmerge.MergeConfig, steps: int) -> tuple[bench._Loop, Callable[[], None], list[str]]:
+    """What drives a denoiser, a call of it, and the phases of all calls so far."""
+    unet = denoiser_of(tiny.build("sdxl"))
+    loop = bench._Loop(steps)
+    arguments = family_of(unet).example(unet, 1, 16, 16)
+    tokenmerge.apply(unet, config, scheduler=loop)
+    seen: list[str] = []
+
+    def call() -> None:
+        with torch.inference_mode():
+            unet(**arguments, return_dict=False)
+        seen.append(unet._tokenmerge.state.phase)
+
+    return loop, call, seen
+
+
+@pytest.mark.parametrize("method", ["toma", "lower-bound", "pool"])
+@pytest.mark.parametrize(
+    "options", [{}, {"start": 0.25}, {"start": 0.25, "anchor_every": 3}, {"step_ratios": (0.75, 0, 0.5)}]
+)
+def test_laps_of_a_phase_do_what_it_says(method: str, options: dict[str, Any]) -> None:
+    config = tokenmerge.MergeConfig(levels=(4,), method=method, ratio=0.75).replace(**options)
+    phases = bench.Candidate("merged", config).phases(12)
+    loop, call, seen = _merged_unet(config, 12)
+    visited = bench.visits(phases)
+    assert {phase for phase in visited.values() if phase} == set(phases)
+    for step in range(12):
+        if step in visited:
+            call()
+            phase = visited[step]
+            assert phase is None or phase.removeprefix("first ") == seen[-1]
+        loop.step()
+
+
+def test_launches_of_an_unmerged_denoiser_are_those_of_its_second_step() -> None:
+    assert bench.typical_step(bench.Candidate("unpatched").phases(50)) == 1
+    assert bench.typical_step(["full"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd", "sd3", "flux"])
@@ -157,6 +223,47 @@ def test_the_bound_is_that_of_the_changed_preset() -> None:
     assert all(each.config.skip_first == 1 for each in made[1:])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 0.5},
+        {"stop": 0.5},
+        {"start": 0.5, "anchor_every": 3},
+        {"skip_first": 2},
+        {"merge": "pick"},
+        {"span": 2},
+    ],
+)
+def test_every_row_is_compared_with_its_own_bound(change: dict[str, Any], tmp_path: Path) -> None:
+    denoiser, _ = empty_denoiser("flux-random")
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(tokenmerge.presets()["dit"].replace(**change).to_yaml())
+    made = bench.candidates_for(denoiser, ["dit", str(changed), "tomesd"], [0.5], {})
+    # Twice and three times as fast as the unpatched one, and merging takes 10 and 20 % longer than that.
+    times = dict(zip((each.label for each in made), (600.0, 300.0, 330.0, 200.0, 240.0, 250.0), strict=True))
+    records = [
+        {
+            "label": each.label,
+            **dict.fromkeys(("width", "height", "batch", "steps"), 1),
+            **dict.fromkeys(("launches", "peak_bytes", "first_call_s")),
+            "model": "flux-random",
+            "mode": "eager",
+            "config": each.config.to_dict() if each.config else None,
+            "steps_by_phase": {"reuse": 1},
+            "laps_ms": {"reuse": [times[each.label]]},
+            "loop_ms": [],
+            "environment": {"device": "none", "torch": "none"},
+        }
+        for each in made
+    ]
+    table = [line.split(" | ") for line in bench.report(records).splitlines() if line.startswith("|")]
+    place = table[0].index("over its bound")
+    assert [line[place] for line in table[2:]] == ["", "", "+10.0 %", "", "+20.0 %", ""]
+    # Also from a file, where the order of the fields may be another.
+    turned = [{**each, "config": each["config"] and dict(reversed(each["config"].items()))} for each in records[::-1]]
+    assert all("+10.0 %" in line for line in bench.report(turned).splitlines() if line.startswith("| dit 0.5"))
+
+
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
@@ -188,12 +295,83 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sizes", "64"], "write width x height"),
         (["--presets", "none-such"], "none-such"),
         (["--model", "no/such/folder/at-all"], "cannot be loaded"),
+        (["--steps", "0"], "--steps is 0; it must be 1 or more"),
+        (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
+        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["--warmups", "-1"], "--warmups is -1; it must be 0 or more"),
+        (["--loops", "-1"], "--loops is -1; it must be 0 or more"),
+        (["--settle", "-1"], "--settle is -1.0; it must be a number of seconds from 0"),
+        (["--settle", "inf"], "--settle is inf"),
+        (["--settle", "nan"], "--settle is nan"),
+        (["--batches", "1,0"], "--batches are [1, 0]; give numbers from 1"),
+        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 32"),
+        # A whole number of latents, but not of tokens.
+        (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
+        (["--sizes", "0x0"], "0x0 pixels cannot be made"),
+        (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 4, from 16"),
+        # What only a candidate, or only a size, is refused for.
+        (["--presets", "default,todo", "--ratios", "0.75"], "todo 0.75 is refused at 64x64: method 'todo'"),
+        (["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--levels", "4"], "is refused at 16x16: at this size"),
+        (
+            ["--sizes", "64x64,64x96", "--presets", "dit", "--regions", "tile:4x4", "--merge-regions", "stripe:2"],
+            "dit 0.5 is refused at 64x96: on the 12x8 token grid",
+        ),
+        (["--backend", "triton", "--device", "cpu"], "backend='triton' cannot run here"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_refused_in_one_line_before_anything_is_timed(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    out = tmp_path / "results.jsonl"
+    assert main(["bench", "--sizes", "64x64", "--steps", "4", "--out", str(out), *arguments]) == 2
+    printed = capsys.readouterr()
+    error = printed.err.strip().splitlines()[-1]
     assert error.startswith("tokenmerge: ")
     assert message in error
+    assert printed.out == ""
+    assert not out.exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("a candidate was timed")
+
+    monkeypatch.setattr(bench, "measure_candidate", measure)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        assert main(["bench", "--sizes", "64x64", "--steps", "2", "--out", str(out)]) == 2
+        assert f"{out} cannot be written" in capsys.readouterr().err
+
+
+def test_records_go_to_the_end_of_a_file_in_a_folder_that_need_not_be_there(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "results.jsonl"
+    arguments = ["--sizes", "64x64", "--steps", "2", "--warmups", "0", "--repeats", "1", "--ratios", "0"]
+    for rows in (2, 4):
+        assert main(["bench", *arguments, "--presets", "pool", "--out", str(out)]) == 0
+        assert len(bench.read(out)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file"),
+        (b"", "holds no record"),
+        (b'{"laps_ms": {}', "line 1 of"),
+        (b'\n{"label": "none"}', "line 2 of"),
+        (b"[]", "no record of times"),
+        (b"\xff\xfe", "is no text"),
+    ],
+)
+def test_a_file_that_holds_no_times_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["bench", "--table", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "give a file that bench --out has written" in error
+    assert error.count("\n") == 1

@@ -126,6 +126,7 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--cache", "mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),
         (["--device", "cpu", "--compile", "graphs"], "use --compile blocks"),
         (["--coverage", "1.5"], "[0, 1]"),
+        (["--ratio", "0.75", "--ratios", "0.25"], "both --ratio and --ratios were given"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

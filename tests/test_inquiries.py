@@ -3,6 +3,7 @@ what they say."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -74,21 +75,46 @@ def test_overlap_of_the_same_and_of_other_tokens() -> None:
 
 @pytest.mark.parametrize("inquiry", INQUIRIES, ids=lambda inquiry: inquiry.folder)
 def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["reproduce", inquiry.names[-1], "--quick", "--size", "64x64", "--number", "1", "--device", "cpu"]
+    about_models = inquiry.names[0].startswith("fig")
+    batch = 3 if inquiry.names[0] == "table5" else 1
+    options = ["--size", "64x64", "--number", "1"] if about_models else ["--batch", str(batch)]
+    arguments = ["reproduce", inquiry.names[-1], "--quick", "--device", "cpu", *options]
     assert main([*arguments, "--json", "--out", str(tmp_path)]) == 0
     records = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in (tmp_path / "values.jsonl").read_text().splitlines()]
     assert records == lines
-    if inquiry.names[0].startswith("fig"):
+    if about_models:
         assert min(Image.open(tmp_path / "figure.png").size) > 300
         assert {record["step"] for record in records} == {0, 1, 2, 3}
     else:
         assert {record["preset"] for record in records} >= {"toma", "tomesd"}
+        # With guidance.
+        assert {record["batch"] for record in records} == {2 * batch}
         assert all(record[name] > 0 for record in records for name in ("select", "merge", "unmerge"))
 
 
-def test_options_that_do_not_apply_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "fig4", "--metrics", "mse"]) == 2
-    assert "--metrics is not for fig4" in capsys.readouterr().err
-    assert main(["reproduce", "table4", "--repeats", "0"]) == 2
-    assert "needs 1 or more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fig4", ["--metrics", "mse"], "--metrics is not for fig4, which compares no pictures"),
+        ("fig9", ["--resume"], "--resume is not for fig9, which compares no pictures"),
+        ("fig3", ["--batch", "1"], "--batch is not for fig3, which times nothing"),
+        ("fig3", ["--repeats", "2"], "--repeats is not for fig3, which times nothing"),
+        ("table4", ["--compile"], "--compile is not for table4, which compares no pictures"),
+        *(
+            (name, [f"--{option}", "0"], f"--{option} is not for {name}, which draws no pictures; leave it out")
+            for name, option in itertools.product(
+                ("table4", "table5"),
+                ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),
+            )
+        ),
+        ("table4", ["--repeats", "0"], "--repeats is 0; table4 is about time and needs 1 or more"),
+        ("table5", ["--batch", "0"], "--batch is 0; table5 is about time and needs 1 or more"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused(
+    name: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", name, "--quick", "--out", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

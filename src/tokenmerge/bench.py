@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,17 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from . import api
 from .adapters import family_of
-from .adapters.loading import load_denoiser
+from .adapters.loading import check_size, load_denoiser
 from .compiling import compile, uncompile, unrecorded
 from .config import SELECTIONS, MergeConfig, TokenMergeError
+from .files import append_line
 from .measure import Stopwatch, environment, timed
 from .methods import method_for
 from .tables import markdown
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
+# What the bound of linear merging has in place of a config's own; the rest they share.
+_BOUND = {"method": "lower-bound", "selection": "facility-location", "unmerge": "transpose", "anchor_every": 0}
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def measure_candidate(
         backends = [group["backend"] for group in api.summary(denoiser).groups]
         compiled = api.summary(denoiser).compiled
         if device.type == "cuda" and "graph" not in setting.mode:
-            launches = _launches(loop, call)
+            launches = _launches(loop, call, typical_step(phases))
     finally:
         uncompile(denoiser)
         api.remove(denoiser)
@@ -178,52 +182,77 @@ def measure_candidate(
 def _time_phases(
     loop: _Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
 ) -> dict[str, list[float]]:
-    """Milliseconds of every phase. Each image visits the first step of each phase and skips the rest."""
-    visited = {phases.index(phase): phase for phase in dict.fromkeys(phases)}
-
+    """Milliseconds of every phase. Each image visits a step of each phase and skips the rest."""
     # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
-    anew = len(visited) > 1
-    loop.set_timesteps()
+    anew = len(set(phases)) > 1
+    visited = visits(phases) if anew else {0: phases[0]}
+    _begin_image(loop, call, 1)
 
     def turn(watches: dict[str, Stopwatch]) -> None:
         if anew:
             loop.set_timesteps()
         for step in range(max(visited) + 1):
             if step in visited:
-                watches[visited[step]].lap(call)
+                phase = visited[step]
+                call() if phase is None else watches[phase].lap(call)
             loop.step()
 
     began, turns = time.perf_counter(), 0
     while turns < setting.warmups or time.perf_counter() - began < setting.settle:
-        timed(lambda: turn(_watches(visited.values(), device)), device)
+        timed(lambda: turn(_watches(phases, device)), device)
         turns += 1
-    watches = _watches(visited.values(), device)
+    watches = _watches(phases, device)
     for _ in range(setting.repeats):
         turn(watches)
     return {phase: watch.milliseconds() for phase, watch in watches.items()}
 
 
+def visits(phases: Sequence[str]) -> dict[int, str | None]:
+    """The steps of an image that are run to time every phase, each with the phase it is a lap of: the first that has
+    it. Where that one would have to make the maps it is said to reuse, as a bound does, it is no lap, and the second
+    is one."""
+    found: dict[int, str | None] = {}
+    for phase in dict.fromkeys(phases):
+        first, *later = (step for step, each in enumerate(phases) if each == phase)
+        made = any(before.endswith(_renamed(phase, "select")) for before in phases[:first])
+        if "reuse" in phase and not made and later:
+            found[first] = None
+            first = later[0]
+        found[first] = phase
+    return found
+
+
 def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch]:
-    return {phase: Stopwatch(device) for phase in phases}
+    return {phase: Stopwatch(device) for phase in dict.fromkeys(phases)}
 
 
 def _time_loop(loop: _Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
-    def run() -> None:
-        loop.set_timesteps()
-        for _ in range(steps):
-            call()
-            loop.step()
-
-    return timed(run, device)[1]
+    return timed(lambda: _begin_image(loop, call, steps), device)[1]
 
 
-def _launches(loop: _Loop, call: Callable[[], None]) -> int:
-    """Kernels, copies and fills of the second step of an image, which for most schedules renews nothing."""
+def _begin_image(loop: _Loop, call: Callable[[], None], steps: int) -> None:
+    """An image up to, and without, the step of this number."""
+    loop.set_timesteps()
+    for _ in range(steps):
+        call()
+        loop.step()
+
+
+def typical_step(phases: Sequence[str]) -> int:
+    """The second step, or else the only one, of the most frequent phase: of those that reuse maps, or where none does
+    of those that merge, or where nothing is merged of all. The first may also begin an image, or make a bound's maps.
+    """
+    reused = [phase for phase in phases if phase.startswith("reuse")]
+    merged = [phase for phase in phases if "full" not in phase]
+    (phase, _), *_ = Counter(reused or merged or phases).most_common(1)
+    return [step for step, each in enumerate(phases) if each == phase][:2][-1]
+
+
+def _launches(loop: _Loop, call: Callable[[], None], step: int) -> int:
+    """Kernels, copies and fills of one step of an image."""
     from torch.profiler import ProfilerActivity, profile
 
-    loop.set_timesteps()
-    call()
-    loop.step()
+    _begin_image(loop, call, step)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -237,7 +266,7 @@ def _free(device: torch.device) -> None:
 
 
 def candidates_for(
-    denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: dict[str, Any]
+    denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: Mapping[str, Any]
 ) -> list[Candidate]:
     """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites."""
     found = [Candidate("unpatched")]
@@ -250,80 +279,168 @@ def candidates_for(
                     "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
                 )
             if config.method in ("toma", *SELECTIONS):
-                bound = config.replace(
-                    method="lower-bound", selection="facility-location", unmerge="transpose", anchor_every=0
-                )
-                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", bound))
+                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", config.replace(**_BOUND)))
             found.append(Candidate(f"{preset} {ratio:g}", config))
     return found
 
 
-def run(
-    model: str,
-    *,
-    sizes: Sequence[tuple[int, int]],
-    batches: Sequence[int],
-    modes: Sequence[str],
-    presets: Sequence[str],
-    ratios: Sequence[float],
-    changes: dict[str, Any],
-    steps: int = 50,
-    warmups: int = 5,
-    settle: float | None = None,
-    repeats: int = 20,
-    loops: int = 0,
-    rounds: int = 1,
-    device: torch.device,
-    dtype: str | None = None,
-    out: Path | None = None,
-    command: str = "",
-) -> list[dict[str, Any]]:
-    """Measure every size, batch and mode; records are appended to `out` as they are made.
+@dataclass(frozen=True)
+class Task:
+    """What was asked for: every size, batch and mode is a comparison of all presets and ratios."""
+
+    model: str
+    device: torch.device
+    sizes: Sequence[tuple[int, int]]  # width, height
+    batches: Sequence[int]
+    modes: Sequence[str]
+    presets: Sequence[str]
+    ratios: Sequence[float]
+    changes: Mapping[str, Any]  # to every preset
+    steps: int = 50
+    warmups: int = 5
+    settle: float | None = None
+    repeats: int = 20
+    loops: int = 0
+    rounds: int = 1
+    dtype: str | None = None
+    out: Path | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "batches", "modes", "presets", "ratios"):
+            if not getattr(self, name):
+                raise TokenMergeError(f"--{name} is empty; give one or more, separated by commas")
+        numbers = [("steps", 1), ("warmups", 0), ("repeats", 1), ("loops", 0), ("rounds", 1)]
+        for name, least in numbers:
+            if getattr(self, name) < least:
+                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
+        if min(self.batches) < 1:
+            raise TokenMergeError(f"--batches are {list(self.batches)}; give numbers from 1, as in 1,4")
+        # NaN fails the comparison too.
+        if self.settle is not None and not 0 <= self.settle < math.inf:
+            raise TokenMergeError(f"--settle is {self.settle}; it must be a number of seconds from 0")
+        for mode in self.modes:
+            if mode not in MODES:
+                raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
+            if "graph" in mode and self.device.type != "cuda":
+                raise TokenMergeError(
+                    f"mode {mode!r} needs a CUDA device, this is {self.device}; use eager or compiled"
+                )
+
+    def settings(self) -> list[Setting]:
+        """Of every comparison. A GPU under full load lowers its clocks within a second or two to stay within its power,
+        so by default each candidate keeps it busy for two seconds before it is timed."""
+        settle = (2.0 if self.device.type == "cuda" else 0.0) if self.settle is None else self.settle
+        counts = (self.steps, self.warmups, settle, self.repeats, self.loops)
+        return [
+            Setting(self.model, width, height, batch, mode, *counts, self.command)
+            for width, height in self.sizes
+            for batch in self.batches
+            for mode in self.modes
+        ]
+
+
+def run(task: Task) -> list[dict[str, Any]]:
+    """Measure every size, batch and mode; records are appended to the file `out` as they are made.
 
     Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
-    then does so for all of them. A GPU under full load lowers its clocks within a second or two to stay within its
-    power, so each candidate keeps it busy for `settle` seconds before it is timed: by default two, and none elsewhere.
+    then does so for all of them.
     """
-    settle = (2.0 if device.type == "cuda" else 0.0) if settle is None else settle
-    for mode in modes:
-        if mode not in MODES:
-            raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
-        if "graph" in mode and device.type != "cuda":
-            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
-    denoiser, scale = load_denoiser(model, dtype, device)
-    candidates = candidates_for(denoiser, presets, ratios, changes)
-    settings = [
-        Setting(model, width, height, batch, mode, steps, warmups, settle, repeats, loops, command)
-        for width, height in sizes
-        for batch in batches
-        for mode in modes
-    ]
-    records = []
-    turns = [candidate for turn in range(rounds) for candidate in (candidates if turn % 2 == 0 else candidates[::-1])]
+    denoiser, scale = load_denoiser(task.model, task.dtype, task.device)
+    candidates = candidates_for(denoiser, task.presets, task.ratios, task.changes)
+    turns = [each for turn in range(task.rounds) for each in (candidates if turn % 2 == 0 else candidates[::-1])]
+    settings = task.settings()
     with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
+        progress.set_description("trial")
+        for width, height in task.sizes:
+            _check(denoiser, candidates, task, width, height, scale)
+        if task.out is not None:
+            append_line(task.out)
+        records = []
         for setting in settings:
-            family = family_of(denoiser)
-            arguments = family.example(denoiser, setting.batch, setting.height // scale, setting.width // scale)
+            arguments = _arguments(denoiser, setting.batch, setting.width, setting.height, scale)
             for candidate in turns:
                 progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
                 try:
                     record = measure_candidate(denoiser, arguments, candidate, setting)
                 except torch.OutOfMemoryError as error:
-                    raise TokenMergeError(
-                        f"{device} has too little memory for {model} at {setting.width}x{setting.height}, batch "
-                        f"{setting.batch}; use a smaller size or batch"
-                        + (f" (what was measured is in {out})" if out else "")
-                    ) from error
+                    raise _too_large(task, setting.width, setting.height, setting.batch) from error
                 records.append(record)
-                if out is not None:
-                    with out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+                if task.out is not None:
+                    append_line(task.out, json.dumps(record))
                 progress.update()
     return records
 
 
+def _arguments(denoiser: nn.Module, batch: int, width: int, height: int, scale: int) -> dict[str, Any]:
+    """Of a call for pictures of this size in pixels."""
+    return family_of(denoiser).example(denoiser, batch, height // scale, width // scale)
+
+
+def _check(
+    denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, width: int, height: int, scale: int
+) -> None:
+    """Refuse what the model cannot do at a size before anything is timed: every phase of every candidate runs once."""
+    check_size(width, height, scale * _patch(denoiser))
+    batch = min(task.batches)
+    arguments = _arguments(denoiser, batch, width, height, scale)
+    for candidate in candidates:
+        loop = _Loop(task.steps)
+        visited = visits(candidate.phases(task.steps))
+        try:
+            if candidate.config is not None:
+                api.apply(denoiser, candidate.config, scheduler=loop)
+            loop.set_timesteps()
+            for step in range(max(visited) + 1):
+                if step in visited:
+                    with torch.inference_mode():
+                        denoiser(**arguments, return_dict=False)
+                loop.step()
+        except torch.OutOfMemoryError as error:
+            raise _too_large(task, width, height, batch) from error
+        # Also the denoiser's own checks: a size it has no positions for, say.
+        except ValueError as error:
+            raise TokenMergeError(f"{candidate.label} is refused at {width}x{height}: {error}") from error
+        finally:
+            api.remove(denoiser)
+
+
+def _patch(denoiser: nn.Module) -> int:
+    """Latents to a side of the smallest token."""
+    latents = 64
+    return latents // family_of(denoiser).plan_call(denoiser, latents, latents).height
+
+
+def _too_large(task: Task, width: int, height: int, batch: int) -> TokenMergeError:
+    return TokenMergeError(
+        f"{task.device} has too little memory for {task.model} at {width}x{height}, batch {batch}; use a smaller size "
+        "or batch" + (f" (what was measured is in {task.out})" if task.out and task.out.is_file() else "")
+    )
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The records of a file that `run` has written."""
+    way_out = "give a file that bench --out has written"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); {way_out}") from error
+    except UnicodeDecodeError as error:
+        raise TokenMergeError(f"{path} is no text; {way_out}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TokenMergeError(f"line {number} of {path} is no JSON ({error}); {way_out}") from error
+        if not isinstance(record, dict) or "laps_ms" not in record:
+            raise TokenMergeError(f"line {number} of {path} is no record of times; {way_out}")
+        records.append(record)
+    if not records:
+        raise TokenMergeError(f"{path} holds no record; {way_out}")
+    return records
 
 
 def report(records: Iterable[dict[str, Any]]) -> str:
@@ -407,9 +524,9 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
-    bounds = {_sites(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
+    bounds = {_bound_of(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
     for row in rows:
-        bound = bounds.get(_sites(row.config)) if row.config else None
+        bound = bounds.get(_bound_of(row.config)) if row.config else None
         peak = row.record["peak_bytes"]
         yield [
             row.record["label"],
@@ -430,8 +547,8 @@ def _spread(laps: list[float]) -> str:
     return f"{statistics.median(ordered):.2f} ({ordered[tail]:.2f}-{ordered[-1 - tail]:.2f})"
 
 
-def _sites(config: dict[str, Any]) -> str:
-    """What a method shares with its bound: where it merges, and how much."""
-    names = ["ratio", "step_ratios", "block_ratios", "regions", "merge_regions", "sites", "components", "levels"]
-    names += ["skip_first", "skip_last"]
-    return json.dumps({name: config.get(name) for name in names})
+def _bound_of(config: dict[str, Any]) -> str:
+    """The config of its bound, as it is recorded; a bound has itself."""
+    schedule = {name: _BOUND.get(name, value) for name, value in config["schedule"].items()}
+    bound = {name: _BOUND.get(name, value) for name, value in config.items()}
+    return json.dumps({**bound, "schedule": schedule}, sort_keys=True)

@@ -34,92 +34,99 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenmerge", description="Token merging for diffusers pipelines.")
     parser.add_argument("--version", action="version", version=f"tokenmerge {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_plan(commands)
+    _add_bench(commands)
+    _add_eval(commands)
+    _add_reproduce(commands)
+    _add_metrics(commands)
+    _add_tune(commands)
+    _add_presets(commands)
+    return parser
 
-    make = commands.add_parser(
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
         "generate",
         help="make a picture with and without merging, and compare",
         description="Make a picture from a prompt unmerged and merged, with the same seed; write both and where they "
         "differ into one picture, and print what it cost and changed.",
     )
-    make.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
-    make.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
-    make.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
-    make.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
-    make.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
-    make.add_argument("--seed", type=int, default=0, metavar="N", help="of the first picture (default: %(default)s)")
-    make.add_argument("--size", metavar="WxH", help="pixels (default: the model's)")
-    make.add_argument("--number", type=int, default=1, metavar="N", help="pictures, each with the next seed")
-    make.add_argument("--show-destinations", action="store_true", help="show regions, destinations and what merged")
-    make.add_argument("--out", metavar="FILE", help="picture to write (default: named after the prompt)")
-    make.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    make.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
-    make.add_argument(
+    parser.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
+    parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
+    parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="several, side by side")
+    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--guidance", type=float, metavar="N", help="strength of guidance (default: the model's)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first picture (default: %(default)s)")
+    parser.add_argument("--size", metavar="WxH", help="pixels (default: the model's)")
+    parser.add_argument("--number", type=int, default=1, metavar="N", help="pictures, each with the next seed")
+    parser.add_argument("--show-destinations", action="store_true", help="show regions, destinations and what merged")
+    parser.add_argument("--out", metavar="FILE", help="picture to write (default: named after the prompt)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="(default: float32 on a CPU, else bfloat16)"
     )
-    _add_compile(make)
-    make.add_argument(
+    _add_compile(parser)
+    parser.add_argument(
         "--cache",
         metavar="CACHE",
         help="a step cache of diffusers for the merged pictures, as in first-block:threshold=0.1; or mag, or with "
         "--method none taylorseer or faster",
     )
-    _add_config_options(make, without=("seed",))
-    make.set_defaults(run=_generate)
+    _add_config_options(parser, without=("seed",))
+    parser.set_defaults(run=_generate)
 
-    plan = commands.add_parser(
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
         "plan",
         help="show what would be merged where, from a model's config alone",
         description="Print what merging would do to a model at a size, and what that saves and spends by the paper's "
         "cost model. Only the model's config files are read, no weights.",
     )
-    plan.add_argument("--model", required=True, help="a diffusers folder or a hub id")
-    plan.add_argument("--height", type=int, default=1024, help="pixels (default: %(default)s)")
-    plan.add_argument("--width", type=int, default=1024, help="pixels (default: %(default)s)")
-    plan.add_argument("--sites-list", action="store_true", help="list every site by name")
-    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    _add_config_options(plan)
-    plan.set_defaults(run=_plan)
+    parser.add_argument("--model", required=True, help="a diffusers folder or a hub id")
+    parser.add_argument("--height", type=int, default=1024, help="pixels (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="pixels (default: %(default)s)")
+    parser.add_argument("--sites-list", action="store_true", help="list every site by name")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_config_options(parser)
+    parser.set_defaults(run=_plan)
 
-    bench = commands.add_parser(
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
         "bench",
         help="time a denoiser with and without merging",
         description="Latency by phase and over a whole schedule, launches and peak memory of a denoiser: as it is, "
         "merged by each preset and ratio, and the bound of linear merging. Prints Markdown tables.",
     )
     names = "sdxl-random, flux-random, sd35-random"
-    bench.add_argument("--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights")
-    bench.add_argument("--presets", type=parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
-    bench.add_argument("--ratios", type=parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
-    bench.add_argument("--sizes", type=parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
-    bench.add_argument("--batches", type=parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
-    bench.add_argument(
+    parser.add_argument(
+        "--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights"
+    )
+    parser.add_argument("--presets", type=parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
+    parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
+    parser.add_argument("--sizes", type=parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
+    parser.add_argument("--batches", type=parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
+    parser.add_argument(
         "--modes", type=parse_as(tuple[str, ...]), default=("eager",), help="eager,graph,compiled,compiled+graph"
     )
-    bench.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
-    bench.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
-    bench.add_argument(
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="of the schedule (default: %(default)s)")
+    parser.add_argument("--warmups", type=int, default=5, metavar="N", help="of every phase (default: %(default)s)")
+    parser.add_argument(
         "--settle", type=float, metavar="N", help="seconds of warming up at least (default: 2 on a GPU, else 0)"
     )
-    bench.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
-    bench.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
-    bench.add_argument("--rounds", type=int, default=1, metavar="N", help="measure all of it again, in reverse order")
-    bench.add_argument("--out", metavar="FILE", help="append JSON lines")
-    bench.add_argument("--table", metavar="FILE", help="print the tables of a finished run and stop")
-    bench.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    bench.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
-    bench.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the model's usual)")
-    _add_config_options(bench, without=("ratio", "preset"))
-    bench.set_defaults(run=_bench)
-
-    _add_eval(commands)
-    _add_reproduce(commands)
-    _add_metrics(commands)
-    _add_tune(commands)
-
-    listing = commands.add_parser("presets", help="list the named presets")
-    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    listing.set_defaults(run=_presets)
-    return parser
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="of every phase (default: %(default)s)")
+    parser.add_argument("--loops", type=int, default=0, metavar="N", help="whole schedules to run from end to end too")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="measure all of it again, in reverse order")
+    parser.add_argument("--out", metavar="FILE", help="append JSON lines")
+    parser.add_argument("--table", metavar="FILE", help="print the tables of a finished run and stop")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="(default: the model's usual)")
+    _add_config_options(parser, without=("ratio", "preset"))
+    parser.set_defaults(run=_bench)
 
 
 def _add_eval(commands: Any) -> None:
@@ -174,12 +181,15 @@ def _add_reproduce(commands: Any) -> None:
         repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
         out="reproduction/NAME-MODEL",
     )
-    parser.set_defaults(run=_reproduce)
+    # Not everything has a use for them, so whether they were given must be known.
+    usual = {name: parser.get_default(name) for name in ("prompts", "batch", "resume")}
+    parser.set_defaults(run=_reproduce, usual=usual, **dict.fromkeys(usual))
 
 
 def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """defaults: what the help tells of options that have another default in every command."""
     told = {name: f"(default: {default})" for name, default in defaults.items()}
+    batch = 1
     parser.add_argument("--model", help=f"bundled name, folder or hub id {told['model']}")
     _add_prompt_options(parser, default="flowers")
     parser.add_argument("--number", type=int, metavar="N", help=f"the first N prompts {told['number']}")
@@ -192,7 +202,7 @@ def _add_evaluation_options(parser: argparse.ArgumentParser, **defaults: str) ->
     parser.add_argument(
         "--reference", metavar="FOLDER", help="photographs for FID and KID (default: unmerged pictures)"
     )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="of the timing (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=batch, metavar="N", help=f"of the timing (default: {batch})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"timed batches, or 0 {told['repeats']}")
     parser.add_argument("--out", metavar="FOLDER", help=f"for all files {told['out']}")
     parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
@@ -252,6 +262,12 @@ def _add_tune(commands: Any) -> None:
     parser.set_defaults(run=_tune, clip=None)
 
 
+def _add_presets(commands: Any) -> None:
+    parser = commands.add_parser("presets", help="list the named presets")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_presets)
+
+
 def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
@@ -265,7 +281,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
-    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: %(default)s)")
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default})")
     parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
     parser.add_argument("--template", metavar="TEXT", help="what a prompt is put into, as in 'a photo of a {}'")
 
@@ -334,25 +350,28 @@ def _bench(options: argparse.Namespace) -> None:
     if options.table:
         print(bench.report(bench.read(Path(options.table))))
         return
-    records = bench.run(
-        options.model,
-        sizes=[parse_size(size) for size in options.sizes],
-        batches=options.batches,
-        modes=options.modes,
-        presets=options.presets,
-        ratios=options.ratios,
-        changes=_config_options(options, without=("ratio",)),
-        steps=options.steps,
-        warmups=options.warmups,
-        settle=options.settle,
-        repeats=options.repeats,
-        loops=options.loops,
-        rounds=options.rounds,
+    names = (
+        "model",
+        "batches",
+        "modes",
+        "presets",
+        "ratios",
+        "steps",
+        "warmups",
+        "settle",
+        "repeats",
+        "loops",
+        "rounds",
+    )
+    task = bench.Task(
         device=best_device(options.device),
-        dtype=options.dtype,
+        sizes=[parse_size(size) for size in options.sizes],
+        changes=_config_options(options, without=("ratio",)),
         out=Path(options.out) if options.out else None,
         command=_command(options, without="--out"),
+        **{name: getattr(options, name) for name in (*names, "dtype")},
     )
+    records = bench.run(task)
     print(json.dumps(records, indent=2) if options.json else bench.report(records))
 
 
@@ -373,9 +392,14 @@ def _reproduce(options: argparse.Namespace) -> None:
     from .evaluation.studies import FIGURE, FULL, QUICK, Inquiry, find_study
 
     item = find_study(options.name)
+    if isinstance(item, Inquiry):
+        for name, reason in item.useless().items():
+            if getattr(options, name) is not None:
+                raise TokenMergeError(f"--{name} is not for {options.name}, which {reason}; leave it out")
     scale = QUICK if options.quick else FIGURE if isinstance(item, Inquiry) else FULL
     options.model = options.model or item.model
     defaults = {"number": scale.prompts, "seeds": scale.seeds, "repeats": scale.repeats, "steps": scale.steps}
+    defaults |= options.usual
     defaults["out"] = f"reproduction/{item.folder}-{Path(options.model).name}"
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -390,10 +414,7 @@ def _inquire(options: argparse.Namespace, inquiry: Any, ratios: Sequence[float])
     from .evaluation.inquiries import inquire
     from .evaluation.prompts import read_prompts
 
-    for name in ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"):
-        if getattr(options, name):
-            raise TokenMergeError(f"--{name} is not for {options.name}, which compares no pictures; leave it out")
-    names = ("seeds", "steps", "guidance", "size", "repeats", "threads", "device", "dtype")
+    names = ("seeds", "steps", "guidance", "size", "batch", "repeats", "threads", "device", "dtype")
     finding = inquire(
         inquiry,
         options.model,

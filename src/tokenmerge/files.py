@@ -26,11 +26,25 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        way_out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --out"
-        raise TokenMergeError(f"{path} cannot be written ({error.strerror or error}); {way_out}") from error
+        raise _refusal(path, error) from error
     finally:
         if partial.is_file():
             partial.unlink()
+
+
+def append_line(path: Path, line: str | None = None) -> None:
+    """Add a line to the end of a file; without one only see that this can be done. Lines before it are left alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("" if line is None else f"{line}\n")
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: OSError) -> TokenMergeError:
+    way_out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --out"
+    return TokenMergeError(f"{path} cannot be written ({error.strerror or error}); {way_out}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
-from .adapters.loading import CallDefaults, load_pipeline
+from .adapters.loading import CallDefaults, check_size, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
@@ -134,6 +134,10 @@ def make_picture(
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
+    changes = dict(changes or {})
+    single = changes.pop("ratio", None)
+    if ratios and single is not None:
+        raise TokenMergeError("both --ratio and --ratios were given; give one of them")
     place = best_device(device)
     way = way_on(place, compile)
     step_cache = read_cache(cache) if cache is not None else None
@@ -141,9 +145,7 @@ def make_picture(
         check_cacheable(way)
     kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
     pipe, defaults = load_pipeline(model, kind, place)
-    changes = dict(changes or {})
     variants = []
-    single = changes.pop("ratio", None)
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
         variants.append(Variant(_label(config, step_cache), config, step_cache))
@@ -208,11 +210,7 @@ def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[i
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     width, height = parse_size(text)
-    unit = pipe.vae_scale_factor
-    if min(width, height) < 4 * unit or width % unit or height % unit:
-        raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
-        )
+    check_size(width, height, pipe.vae_scale_factor)
     return width, height
 
 

@@ -81,6 +81,14 @@ def load_denoiser(model: str, dtype: str | None, device: torch.device) -> tuple[
         torch.set_default_dtype(before)
 
 
+def check_size(width: int, height: int, unit: int) -> None:
+    """Refuse pictures whose sides, in pixels, are no multiples of `unit`, or too few for anything to merge."""
+    if min(width, height) < 4 * unit or width % unit or height % unit:
+        raise TokenMergeError(
+            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
+        )
+
+
 def _devices(device: torch.device) -> list[torch.device]:
     """Those whose generators a seed changes beside the CPU's."""
     return [device] if device.type == "cuda" else []

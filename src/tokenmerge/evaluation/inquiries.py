@@ -29,6 +29,7 @@ def inquire(
     steps: int | None,
     guidance: float | None,
     size: str | None,
+    batch: int,
     repeats: int,
     ratios: Sequence[float],
     threads: int,
@@ -41,9 +42,10 @@ def inquire(
     torch.set_num_threads(threads)
     name = inquiry.names[0]
     if name in LAYERS:
-        if repeats < 1:
-            raise TokenMergeError(f"--repeats is {repeats}; {name} is about time and needs 1 or more")
-        return time_maps(name, ratios, repeats=repeats, device=device, dtype=dtype, out=out)
+        for option, given in (("batch", batch), ("repeats", repeats)):
+            if given < 1:
+                raise TokenMergeError(f"--{option} is {given}; {name} is about time and needs 1 or more")
+        return time_maps(name, ratios, batch=batch, repeats=repeats, device=device, dtype=dtype, out=out)
     subject = load_subject(model, size=size, steps=steps, guidance=guidance, device=device, dtype=dtype)
     if name == "fig3":
         return recolour(subject, prompts, seeds, out)

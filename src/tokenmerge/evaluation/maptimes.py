@@ -26,25 +26,27 @@ _PRESETS = ("toma", "toma-stripe", "toma-tile", "tomesd")
 _OPERATIONS = ("select", "reweigh", "merge", "unmerge")
 # On CUDA, so many calls as one graph.
 _REPLAYED, _CALLS = ("merge", "unmerge"), 16
-_BATCH = 2
+# Of one picture, with guidance.
+_SAMPLES = 2
 _WARM_UPS = 3
 
 
 def time_maps(
-    name: str, ratios: Sequence[float], *, repeats: int, device: str | None, dtype: str | None, out: Path
+    name: str, ratios: Sequence[float], *, batch: int, repeats: int, device: str | None, dtype: str | None, out: Path
 ) -> Finding:
-    """Median milliseconds of every operation, on random tokens. On CUDA, where small work waits for its launch, merging
-    and unmerging are replayed as graphs; what makes maps is rare and launched as it is."""
+    """Median milliseconds of every operation, on random tokens of `batch` pictures. On CUDA, where small work waits for
+    its launch, merging and unmerging are replayed as graphs; what makes maps is rare and launched as it is."""
     place = best_device(device)
     grid, width = LAYERS[name]
     kind = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    tokens = torch.randn(_BATCH, grid.count, width, generator=torch.Generator().manual_seed(0))
+    samples = _SAMPLES * batch
+    tokens = torch.randn(samples, grid.count, width, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(place, getattr(torch, kind))
     records: list[dict[str, Any]] = []
     for preset in _PRESETS:
         for ratio in ratios:
             times = _time(load_preset(preset).replace(ratio=ratio), grid, tokens, repeats)
-            record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": _BATCH}
+            record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": samples}
             records.append({**record, "dtype": kind, **times, "environment": environment(place)})
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
     text = map_table(records)

@@ -33,11 +33,19 @@ QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4, ratios=(0.5,))
 
 @dataclass(frozen=True)
 class Inquiry:
-    """Tables and figures that need no pictures to be compared: `inquiries.py` makes them."""
+    """Tables and figures that need no pictures to be compared: `inquiries.py` makes them.
+
+    lacks: what of `eval` it does not do, which makes some options useless.
+    """
 
     names: tuple[str, ...]
     about: str
+    lacks: tuple[str, ...]
     model: str = "tiny-sdxl"
+
+    def useless(self) -> dict[str, str]:
+        """Options that would change nothing, each with the reason."""
+        return {option: reason for reason in self.lacks for option in _OPTIONS[reason]}
 
     @property
     def folder(self) -> str:
@@ -117,11 +125,19 @@ STUDIES = (
         ),
     ),
 )
+# What an inquiry may not do, and the options that are about it alone.
+_COMPARES_NOTHING, _DRAWS_NOTHING, _TIMES_NOTHING = "compares no pictures", "draws no pictures", "times nothing"
+_OPTIONS = {
+    _COMPARES_NOTHING: ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"),
+    _DRAWS_NOTHING: ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),
+    _TIMES_NOTHING: ("batch", "repeats"),
+}
+_OF_MAPS, _OF_MODELS = (_COMPARES_NOTHING, _DRAWS_NOTHING), (_COMPARES_NOTHING, _TIMES_NOTHING)
 INQUIRIES = (
-    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio"),
-    Inquiry(("table5",), "the same for 1024 tokens"),
-    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?"),
-    Inquiry(("fig4",), "destinations at every step against those of the first of their interval"),
+    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio", _OF_MAPS),
+    Inquiry(("table5",), "the same for 1024 tokens", _OF_MAPS),
+    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?", _OF_MODELS),
+    Inquiry(("fig4",), "destinations at every step against those of the first of their interval", _OF_MODELS),
 )
 NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIES) for name in item.names}
 
