@@ -27,8 +27,10 @@ from interrupts import interrupt
 from judges import write_networks
 from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
+from tokenmerge.adapters import caches
 from tokenmerge.cli import main
 from tokenmerge.evaluation.configurations import read_configurations
+from tokenmerge.evaluation.folder import Folder
 from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
@@ -288,6 +290,33 @@ def test_commits_are_all_kept_and_versions_must_be_the_same(
     monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device: {**WHERE, "torch": "another"})
     with pytest.raises(TokenMergeError, match="begun with environment torch"):
         evaluate(small, tmp_path, resume=True)
+
+
+def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path: Path) -> None:
+    cached = tuple(f"{name}@none + {name}" for name in caches._KINDS)
+    small = replace(
+        task(networks, steps=2, seeds=(0,), guidance=1.0, metrics=("mse",), repeats=0),
+        configurations=cached,
+        prompts=PROMPTS[:1],
+    )
+    begun = evaluate(small, tmp_path)
+    before = kept_files(tmp_path)
+    continued = evaluate(small, tmp_path, resume=True)
+    assert begun is not None
+    assert continued is not None
+    assert begun.settings == continued.settings
+    assert kept_files(tmp_path) == before
+    changed = [f"{item}:spatial_attention_block_skip_range=3" if "faster" in item else item for item in cached]
+    with pytest.raises(TokenMergeError, match="begun with caches faster"):
+        evaluate(replace(small, configurations=changed), tmp_path, resume=True)
+
+
+def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Path) -> None:
+    asked = {"size": (4, 4), "threshold": float("inf"), "nested": {"range": (-1, 681)}, "environment": {}}
+    kept = Folder(tmp_path).begin(asked, resume=False)
+    assert Folder(tmp_path).begin(asked, resume=True) == kept
+    with pytest.raises(TokenMergeError, match="begun with nested range"):
+        Folder(tmp_path).begin({**asked, "nested": {"range": (-1, 680)}}, resume=True)
 
 
 def test_metrics_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:

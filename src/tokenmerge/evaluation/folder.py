@@ -76,6 +76,8 @@ class Folder:
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
         record = self.root / "run.json"
+        # As they will be read: JSON has neither tuples nor infinities.
+        settings = json.loads(to_json(settings))
         before = read_json(record) if record.is_file() else None
         if before is not None and not resume:
             raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
