@@ -350,20 +350,32 @@ def _to_full_disk() -> None:
         file.write(b"x" * 4096)
 
 
-def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path) -> None:
-    photographs = tmp_path / "photographs"
-    photographs.mkdir()
+def write_photographs(folder: Path, seed: int) -> Path:
+    """Three, of the same names for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir()
     for number in range(3):
-        noise = torch.randint(
-            256, (40 + number, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number)
-        )
-        Image.fromarray(noise.numpy()).save(photographs / f"{number}.jpg")
+        noise = torch.randint(256, (40 + number, 30, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(noise.numpy()).save(folder / f"{number}.jpg")
+    return folder
+
+
+def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path) -> None:
+    photographs = write_photographs(tmp_path / "photographs", 0)
     asked = task(networks, metrics=("fid", "kid"), repeats=0, reference=photographs)
     results = evaluate(asked, tmp_path / "out")
     assert results is not None
     # Against photographs the unmerged model has a distance too.
     assert all(set(row.estimates) == {"fid", "kid"} for row in results.rows)
     assert len(list((tmp_path / "out" / "reference").iterdir())) == 3
+    # Others of the same names would have other distances.
+    others = write_photographs(tmp_path / "others", 1)
+    with pytest.raises(TokenMergeError, match="begun with reference 0.jpg"):
+        evaluate(replace(asked, reference=others), tmp_path / "out", resume=True)
+    moved = photographs.rename(tmp_path / "moved")
+    again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
+    assert again is not None
+    assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
 
 
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

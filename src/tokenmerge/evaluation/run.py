@@ -23,7 +23,7 @@ from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cach
 from ..adapters.loading import load_pipeline
 from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
-from ..files import write_text
+from ..files import digest_of, write_text
 from ..generate import Request, best_device, draw, picture_size, token_counts
 from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
 from ..pictures import save_picture
@@ -170,7 +170,7 @@ class Evaluation:
             "compile": self._way,
             "batch": self.task.batch,
             "repeats": self.task.repeats,
-            "reference": [path.name for path in self._photographs],
+            "reference": {path.name: digest_of(path) for path in self._photographs},
             "networks": {name: network.identity for name, network in self.choice.networks.items()},
             "environment": environment(self._device),
         }
