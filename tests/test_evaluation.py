@@ -29,6 +29,7 @@ from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
 from tokenmerge.adapters import caches
 from tokenmerge.cli import main
+from tokenmerge.evaluation import table
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.folder import Folder
 from tokenmerge.evaluation.prompts import read_prompts
@@ -350,6 +351,17 @@ def _to_full_disk() -> None:
         file.write(b"x" * 4096)
 
 
+def test_steps_too_few_to_merge_are_told(networks: Path, tmp_path: Path) -> None:
+    small = task(networks, steps=2, seeds=(0,), metrics=("mse",), repeats=0)
+    small = replace(small, configurations=("default", "plain@default:start=0,anchor_every=0"), prompts=PROMPTS[:1])
+    results = evaluate(small, tmp_path)
+    assert results is not None
+    assert [row.modes for row in results.rows] == [{}, {"full": 1, "anchor": 1}, {"merged": 2}]
+    (told,) = [note for note in table.notes(results) if "no step ran on merged tokens alone" in note]
+    assert told.startswith("default: ")
+    assert told in (tmp_path / "table.md").read_text()
+
+
 def write_photographs(folder: Path, seed: int) -> Path:
     """Three, of the same names for every seed."""
     generator = torch.Generator().manual_seed(seed)
@@ -370,7 +382,7 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
     assert len(list((tmp_path / "out" / "reference").iterdir())) == 3
     # Others of the same names would have other distances.
     others = write_photographs(tmp_path / "others", 1)
-    with pytest.raises(TokenMergeError, match="begun with reference 0.jpg"):
+    with pytest.raises(TokenMergeError, match=r"begun with reference 0\.jpg"):
         evaluate(replace(asked, reference=others), tmp_path / "out", resume=True)
     moved = photographs.rename(tmp_path / "moved")
     again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)

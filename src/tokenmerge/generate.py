@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
+    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +59,7 @@ class Shot:
             "seconds": self.seconds,
             "speed_up": self.speed_up,
             "tokens": self.tokens,
+            "modes": self.modes,
             **self.drift,
         }
 
@@ -249,12 +251,12 @@ def generate(
             column = []
             for place, seed in enumerate(request.seeds):
                 (picture,), seconds = draw(pipe, request, (seed,), request.steps, device)
-                shot = Shot(variant, seed, picture, seconds, token_counts(pipe))
+                shot = Shot(variant, seed, picture, seconds, token_counts(pipe), modes=step_modes(pipe))
                 if variant.config is not None:
                     first = columns[0][place]
                     drift = compare(to_tensor(first.picture), to_tensor(picture))
                     overlay = _overlay(pipe, picture) if show_destinations else None
-                    shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
+                    shot = replace(shot, speed_up=first.seconds / seconds, drift=drift, overlay=overlay)
                 column.append(shot)
             columns.append(column)
     finally:
@@ -283,12 +285,25 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
         speed = f"{shot.speed_up:.2f}x" if drift else ""
         lines.append([str(shot.seed), shot.variant.label, f"{shot.seconds:.2f}", speed, shot.tokens, *values])
     text = table(header, lines)
-    if any(shot.drift and shot.speed_up < 1 for row in rows for shot in row):
+    if any(shot.modes.get("merged") and shot.speed_up < 1 for row in rows for shot in row):
         text += (
             "\n\nBelow 1.00x merging cost more than it saved: it pays with more tokens (a larger size) or more work "
         )
         text += "per launch (a larger batch, --compile)."
-    return text
+    notes = [saves_nothing(shot.variant.label, shot.modes) for row in rows for shot in row]
+    return "\n\n".join([text, *dict.fromkeys(note for note in notes if note)])
+
+
+def saves_nothing(label: str, modes: dict[str, int]) -> str | None:
+    """What to say where merging was on and no step ran on merged tokens alone. modes: steps of an image, by mode."""
+    if not modes or modes.get("merged"):
+        return None
+    named = {"full": "whole", "anchor": "whole and merged (anchors)"}
+    told = ", ".join(f"{modes[mode]} {name}" for mode, name in named.items() if modes.get(mode))
+    return (
+        f"{label}: no step ran on merged tokens alone, but {told}. Nothing could be saved; for so few steps lower "
+        "start and anchor_every."
+    )
 
 
 def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
@@ -334,6 +349,11 @@ def draw(
 
 def token_counts(pipe: Any) -> str:
     return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
+
+
+def step_modes(pipe: Any) -> dict[str, int]:
+    """How many steps of the last image were full, anchors or merged; nothing of a model without merging."""
+    return api.summary(pipe).steps
 
 
 def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:

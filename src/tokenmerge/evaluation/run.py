@@ -24,7 +24,7 @@ from ..adapters.loading import load_pipeline
 from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
 from ..files import digest_of, write_text
-from ..generate import Request, best_device, draw, picture_size, token_counts
+from ..generate import Request, best_device, draw, picture_size, step_modes, token_counts
 from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
@@ -198,7 +198,11 @@ class Evaluation:
                 for _ in range(warm_ups(self._way)):
                     self._draw(left[0])
             for sample in self._progress(left, configuration.label):
-                save_picture(self._draw(sample), self.folder.image(configuration, sample))
+                picture, modes = self._draw(sample), self.folder.modes(configuration)
+                # Before the picture, which says that nothing is left to do.
+                if not modes.is_file():
+                    write_text(modes, to_json(step_modes(self._pipe)))
+                save_picture(picture, self.folder.image(configuration, sample))
         self._restore()
 
     def time(self) -> None:
