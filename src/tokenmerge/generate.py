@@ -18,7 +18,7 @@ from PIL import Image
 from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
-from .adapters.loading import CallDefaults, load_pipeline
+from .adapters.loading import CallDefaults, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
@@ -141,8 +141,7 @@ def make_picture(
     step_cache = read_cache(cache) if cache is not None else None
     if step_cache:
         check_cacheable(way)
-    kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-    pipe, defaults = load_pipeline(model, kind, place)
+    pipe, defaults = load_pipeline(model, getattr(torch, dtype_on(place, dtype)), place)
     changes = dict(changes or {})
     variants = []
     single = changes.pop("ratio", None)

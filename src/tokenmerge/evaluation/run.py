@@ -20,7 +20,7 @@ import torch
 from .. import api
 from ..adapters import denoiser_of, family_of
 from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
-from ..adapters.loading import load_pipeline
+from ..adapters.loading import dtype_on, load_pipeline
 from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
 from ..files import digest_of, write_text
@@ -127,7 +127,7 @@ class Evaluation:
             # Kernels run on the current device, wherever their tensors are.
             torch.cuda.set_device(self._device)
         self._way = way_on(self._device, task.compile)
-        self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        self._dtype = dtype_on(self._device, task.dtype)
         # The first process fetches what is not here yet, the others find it.
         with processes.first_alone():
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
