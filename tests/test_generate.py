@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError, pictures, quality
 from tokenmerge.adapters.loading import bundled_models, load_pipeline
@@ -41,11 +42,12 @@ def test_bundled_files_are_those_that_were_trained() -> None:
 def test_bundled_pipelines_run_merged_at_every_size(model: str, size: tuple[int, int]) -> None:
     pipe, defaults = load_pipeline(model, torch.float32, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
-    tokenmerge.apply(pipe, ratio=0.5)
+    tokenmerge.apply(pipe, ratio=0.5, **tiny.PLAIN)
     image = pipe(
         "a photo of a sunflower", height=size[0], width=size[1], num_inference_steps=2, **defaults.call
     ).images[0]
     assert image.size == (size[1], size[0])
+    assert tokenmerge.summary(pipe).steps == {"merged": 2}
     counts = {group["tokens"] for group in tokenmerge.summary(pipe).groups}
     tokens = size[0] * size[1] // 64
     assert f"{tokens} -> {tokens // 2}" in counts
