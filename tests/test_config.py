@@ -117,6 +117,37 @@ def test_presets_come_from_files_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "{bad", ("line 1, column 2", 'as in {"ratio": 0.5}')),
+        ("a.json", '{\n  "ratio": 0.5,\n  "regions" "whole"\n}', ("line 3, column 13",)),
+        ("a.json", "", ("line 1, column 1",)),
+        ("a.json", "[0.5]", ("holds a list", "mapping of fields")),
+        ("a.json", '"toma"', ("holds a str",)),
+        ("a.json", "null", ("holds nothing",)),
+        ("a.json", '{"ratio": 2}', ("ratio is 2",)),
+        ("a.yaml", "ratio: 0.5\nregions: {tile", ("line 2, column", "as in ratio: 0.5")),
+        ("a.yaml", "ratio: 0.5\nregions: [", ("line 2, column",)),
+        ("a.yaml", "ratio: 0.5\n\tregions: whole", ("line 2, column 1",)),
+        ("a.yaml", "ratio: !!python/name:os.system", ("line 1, column 8",)),
+        ("a.yaml", "ratio: 0.5\x00", ("position 10",)),
+        ("a.yaml", "ratio: 2026-13-45", ("month",)),
+        ("a.yml", "- ratio: 0.5", ("holds a list",)),
+        ("a.yaml", "toma", ("holds a str",)),
+        ("a.yaml", "", ("holds nothing",)),
+        ("a.yaml", "1: 2\nratios: 3", ("no field 'ratios', 1",)),
+        ("a.yaml", "schedule: 5", ("schedule is 5",)),
+        ("a.yaml", "ratio: é".encode("latin-1"), ("UTF-8",)),
+    ],
+)
+def test_preset_files_that_cannot_be(tmp_path: Path, name: str, content: str | bytes, words: tuple[str, ...]) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(TokenMergeError) as caught:
+        load_preset(str(tmp_path / name))
+    assert all(word in str(caught.value) for word in (*words, str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
     ("step", "selected", "weighed", "phase"),
     [(0, None, None, "select"), (4, 0, 0, "reuse"), (5, 0, 0, "reweigh"), (9, 0, 5, "reuse"), (10, 0, 5, "select")],
 )

@@ -27,8 +27,11 @@ from interrupts import interrupt
 from judges import write_networks
 from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
+from tokenmerge.adapters import caches
 from tokenmerge.cli import main
+from tokenmerge.evaluation import table
 from tokenmerge.evaluation.configurations import read_configurations
+from tokenmerge.evaluation.folder import Folder
 from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
@@ -290,6 +293,33 @@ def test_commits_are_all_kept_and_versions_must_be_the_same(
         evaluate(small, tmp_path, resume=True)
 
 
+def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path: Path) -> None:
+    cached = tuple(f"{name}@none + {name}" for name in caches._KINDS)
+    small = replace(
+        task(networks, steps=2, seeds=(0,), guidance=1.0, metrics=("mse",), repeats=0),
+        configurations=cached,
+        prompts=PROMPTS[:1],
+    )
+    begun = evaluate(small, tmp_path)
+    before = kept_files(tmp_path)
+    continued = evaluate(small, tmp_path, resume=True)
+    assert begun is not None
+    assert continued is not None
+    assert begun.settings == continued.settings
+    assert kept_files(tmp_path) == before
+    changed = [f"{item}:spatial_attention_block_skip_range=3" if "faster" in item else item for item in cached]
+    with pytest.raises(TokenMergeError, match="begun with caches faster"):
+        evaluate(replace(small, configurations=changed), tmp_path, resume=True)
+
+
+def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Path) -> None:
+    asked = {"size": (4, 4), "threshold": float("inf"), "nested": {"range": (-1, 681)}, "environment": {}}
+    kept = Folder(tmp_path).begin(asked, resume=False)
+    assert Folder(tmp_path).begin(asked, resume=True) == kept
+    with pytest.raises(TokenMergeError, match="begun with nested range"):
+        Folder(tmp_path).begin({**asked, "nested": {"range": (-1, 680)}}, resume=True)
+
+
 def test_metrics_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
     for metrics in (("mse",), ("mse", "fid", "clip"), METRICS):
         evaluate(task(networks, metrics=metrics), tmp_path, resume=True)
@@ -321,20 +351,43 @@ def _to_full_disk() -> None:
         file.write(b"x" * 4096)
 
 
-def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path) -> None:
-    photographs = tmp_path / "photographs"
-    photographs.mkdir()
+def test_steps_too_few_to_merge_are_told(networks: Path, tmp_path: Path) -> None:
+    small = task(networks, steps=2, seeds=(0,), metrics=("mse",), repeats=0)
+    small = replace(small, configurations=("default", "plain@default:start=0,anchor_every=0"), prompts=PROMPTS[:1])
+    results = evaluate(small, tmp_path)
+    assert results is not None
+    assert [row.modes for row in results.rows] == [{}, {"full": 1, "anchor": 1}, {"merged": 2}]
+    (told,) = [note for note in table.notes(results) if "nothing was saved" in note]
+    assert told.startswith("default: ")
+    assert told in (tmp_path / "table.md").read_text()
+
+
+def write_photographs(folder: Path, seed: int) -> Path:
+    """Three, of the same names for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    folder.mkdir()
     for number in range(3):
-        noise = torch.randint(
-            256, (40 + number, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number)
-        )
-        Image.fromarray(noise.numpy()).save(photographs / f"{number}.jpg")
+        noise = torch.randint(256, (40 + number, 30, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(noise.numpy()).save(folder / f"{number}.jpg")
+    return folder
+
+
+def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path) -> None:
+    photographs = write_photographs(tmp_path / "photographs", 0)
     asked = task(networks, metrics=("fid", "kid"), repeats=0, reference=photographs)
     results = evaluate(asked, tmp_path / "out")
     assert results is not None
     # Against photographs the unmerged model has a distance too.
     assert all(set(row.estimates) == {"fid", "kid"} for row in results.rows)
     assert len(list((tmp_path / "out" / "reference").iterdir())) == 3
+    # Others of the same names would have other distances.
+    others = write_photographs(tmp_path / "others", 1)
+    with pytest.raises(TokenMergeError, match=r"begun with reference 0\.jpg"):
+        evaluate(replace(asked, reference=others), tmp_path / "out", resume=True)
+    moved = photographs.rename(tmp_path / "moved")
+    again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
+    assert again is not None
+    assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
 
 
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError, pictures, quality
 from tokenmerge.adapters.loading import bundled_models, load_pipeline
@@ -41,11 +42,12 @@ def test_bundled_files_are_those_that_were_trained() -> None:
 def test_bundled_pipelines_run_merged_at_every_size(model: str, size: tuple[int, int]) -> None:
     pipe, defaults = load_pipeline(model, torch.float32, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
-    tokenmerge.apply(pipe, ratio=0.5)
+    tokenmerge.apply(pipe, ratio=0.5, **tiny.PLAIN)
     image = pipe(
         "a photo of a sunflower", height=size[0], width=size[1], num_inference_steps=2, **defaults.call
     ).images[0]
     assert image.size == (size[1], size[0])
+    assert tokenmerge.summary(pipe).steps == {"merged": 2}
     counts = {group["tokens"] for group in tokenmerge.summary(pipe).groups}
     tokens = size[0] * size[1] // 64
     assert f"{tokens} -> {tokens // 2}" in counts
@@ -92,6 +94,26 @@ def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFi
     shot = json.loads(capsys.readouterr().out)["shots"][1]
     assert (shot["variant"], shot["config"]["coverage"]) == ("toma to 0.75, coverage 0", 0.0)
     assert shot["tokens"] == "64 -> 16"
+
+
+@pytest.mark.parametrize(
+    ("options", "modes"),
+    [([], {"full": 1, "anchor": 1}), (["--start", "0", "--anchor-every", "0"], {"merged": 2})],
+)
+def test_steps_too_few_to_merge_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], modes: dict[str, int]
+) -> None:
+    """Where no step saves anything, neither size nor batch are why a picture takes as long as before."""
+    arguments = ["generate", "a rose", "--steps", "2", "--size", "64x64", *options, "--out", str(tmp_path / "a.png")]
+    assert main([*arguments, "--json"]) == 0
+    original, merged = json.loads(capsys.readouterr().out)["shots"]
+    assert (original["modes"], merged["modes"]) == ({}, modes)
+    assert (merged["mse"] == 0) == ("merged" not in modes)
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    told = "anchor every 5: Steps of the last image: 1 whole, 1 whole and merged (anchors): nothing was saved."
+    assert (told in printed) == ("merged" not in modes)
+    assert "merged" in modes or "larger size" not in printed
 
 
 @pytest.mark.parametrize(

@@ -390,3 +390,16 @@ def test_the_plan_tells_what_the_run_then_does(kind: str) -> None:
         assert ran[group.name]["grid"] == str(group.grid)
         assert ran[group.name]["tokens"] == f"{group.grid.count} -> {group.merged[0]}"
         assert ran[group.name]["regions"] == group.regions
+
+
+def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:
+    """The lowest level of 32 pixels has one token, in which ToMeSD has nothing to match, and is left alone."""
+    pipe = tiny.build("sd")
+    options: dict[str, Any] = {"preset": "tomesd", "levels": (1,)}
+    assert tiny.draw(tokenmerge.apply(pipe, **options), size=(32, 32)).isfinite().all()
+    ran = [(group["grid"], group["tokens"]) for group in tokenmerge.summary(pipe).groups]
+    plan = tokenmerge.plan(pipe, **options, height=32, width=32)
+    told = [(str(group.grid), f"{group.grid.count} -> {group.merged[0]}") for group in plan.groups]
+    assert told == [*ran, ("4x4", "16 -> 16"), ("2x2", "4 -> 4"), ("1x1", "1 -> 1")]
+    with pytest.raises(TokenMergeError, match="1x1 token grid has no 2x2 cell"):
+        tokenmerge.plan(pipe, preset="tomesd", height=32, width=32)

@@ -60,7 +60,7 @@ class Summary:
         if self.gap_bytes:
             lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
         if self.steps.keys() - {"merged"}:
-            lines.append(_told_steps(self.steps))
+            lines.append(told_steps(self.steps))
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             if self.plan.config.coverage is not None:
@@ -217,7 +217,7 @@ def resolve_config(
     return base.replace(**options) if options else base
 
 
-def _told_steps(steps: dict[str, int]) -> str:
+def told_steps(steps: dict[str, int]) -> str:
     """What the steps of an image did, where they did different things."""
     named = {"full": "whole", "anchor": "whole and merged (anchors)", "merged": "merged"}
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))

@@ -27,7 +27,6 @@ COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
 # Fields that JSON, YAML and command lines give as lists.
 _TUPLES = ("step_ratios", "block_ratios", "components", "levels")
-REGION_KINDS = ("whole", "tile", "stripe")
 
 DEFAULT_REGION_COUNT = 64
 # Shares of `ratio` that a coverage target chooses from: few, since each has tensors and recordings of its own.
@@ -310,14 +309,26 @@ class MergeConfig:
 
     @classmethod
     def from_json(cls, text: str) -> MergeConfig:
-        return cls.from_dict(_loaded_mapping(json.loads(text), "JSON"))
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _unreadable("JSON", error.msg, (error.lineno, error.colno)) from error
+        return cls.from_dict(_loaded_mapping(values, "JSON"))
 
     def to_yaml(self) -> str:
         return _yaml().safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> MergeConfig:
-        return cls.from_dict(_loaded_mapping(_yaml().safe_load(text), "YAML"))
+        yaml = _yaml()
+        try:
+            values = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError) as error:
+            # A value that is not what it looks like, such as a thirteenth month, comes without a place.
+            mark = getattr(error, "problem_mark", None)
+            place = (mark.line + 1, mark.column + 1) if mark else None
+            raise _unreadable("YAML", getattr(error, "problem", None) or str(error), place) from error
+        return cls.from_dict(_loaded_mapping(values, "YAML"))
 
 
 def part_of(values: tuple[float, ...], share: float) -> float:
@@ -345,18 +356,33 @@ def _check_types(config: Any) -> None:
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
     known = {item.name for item in fields(cls)}
-    unknown = sorted(set(values) - known)
+    # Names need not be texts in YAML.
+    unknown = sorted(repr(name) for name in values if name not in known)
     if unknown:
         raise TokenMergeError(
-            f"{cls.__name__} has no field {', '.join(map(repr, unknown))}; its fields are {', '.join(sorted(known))}"
+            f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}"
         )
     return cls(**values)
 
 
+# What a text that is read as a config must hold.
+_MAPPING = {
+    source: f"a config is a mapping of fields to values, as in {example}"
+    for source, example in (("JSON", '{"ratio": 0.5}'), ("YAML", "ratio: 0.5"))
+}
+
+
 def _loaded_mapping(value: Any, source: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise TokenMergeError(f"the {source} holds a {type(value).__name__}; a config is a mapping of fields to values")
+        held = "nothing" if value is None else f"a {type(value).__name__}"
+        raise TokenMergeError(f"the {source} holds {held}; {_MAPPING[source]}")
     return value
+
+
+def _unreadable(source: str, reason: str, place: tuple[int, int] | None) -> TokenMergeError:
+    """place: line and column, from 1."""
+    where = f" at line {place[0]}, column {place[1]}" if place else ""
+    return TokenMergeError(f"the {source} cannot be read{where} ({' '.join(reason.split())}); {_MAPPING[source]}")
 
 
 def _yaml() -> Any:
@@ -414,8 +440,15 @@ def load_preset(name: str) -> MergeConfig:
     if path.suffix in (".yaml", ".yml", ".json"):
         if not path.is_file():
             raise TokenMergeError(f"preset file {name!r} is not there; give an existing .yaml or .json file")
-        text = path.read_text(encoding="utf-8")
-        return MergeConfig.from_json(text) if path.suffix == ".json" else MergeConfig.from_yaml(text)
+        try:
+            text = path.read_text(encoding="utf-8")
+            return MergeConfig.from_json(text) if path.suffix == ".json" else MergeConfig.from_yaml(text)
+        except UnicodeDecodeError as error:
+            raise TokenMergeError(f"preset file {name!r} is no text in UTF-8 ({error}); write it as such") from error
+        except OSError as error:
+            raise TokenMergeError(f"preset file {name!r} cannot be read ({error.strerror}); give another") from error
+        except TokenMergeError as error:
+            raise TokenMergeError(f"preset file {name!r}: {error}") from error
     raise TokenMergeError(
         f"preset {name!r} is unknown; use one of {', '.join(_PRESETS)}, or the path of a .yaml or .json file"
     )

@@ -1,8 +1,9 @@
-"""Files that are there whole or not at all, whenever the process or the machine dies."""
+"""Files that are there whole or not at all, whenever the process or the machine dies, and what tells them apart."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,3 +50,15 @@ def _refusal(path: Path, error: OSError) -> TokenMergeError:
 
 def write_text(path: Path, text: str) -> None:
     write_file(path, lambda file: file.write(text.encode()))
+
+
+def digest_of(path: Path) -> str:
+    """The same for files of the same content."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); mend it, or leave it out") from error
+    return digest.hexdigest()[:16]

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from PIL import Image
 from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
-from .adapters.loading import CallDefaults, check_size, load_pipeline
+from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError
 from .measure import environment, timed
@@ -48,6 +48,7 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
+    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +59,7 @@ class Shot:
             "seconds": self.seconds,
             "speed_up": self.speed_up,
             "tokens": self.tokens,
+            "modes": self.modes,
             **self.drift,
         }
 
@@ -143,8 +145,7 @@ def make_picture(
     step_cache = read_cache(cache) if cache is not None else None
     if step_cache:
         check_cacheable(way)
-    kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-    pipe, defaults = load_pipeline(model, kind, place)
+    pipe, defaults = load_pipeline(model, getattr(torch, dtype_on(place, dtype)), place)
     variants = []
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
@@ -247,12 +248,12 @@ def generate(
             column = []
             for place, seed in enumerate(request.seeds):
                 (picture,), seconds = draw(pipe, request, (seed,), request.steps, device)
-                shot = Shot(variant, seed, picture, seconds, token_counts(pipe))
+                shot = Shot(variant, seed, picture, seconds, token_counts(pipe), modes=step_modes(pipe))
                 if variant.config is not None:
                     first = columns[0][place]
                     drift = compare(to_tensor(first.picture), to_tensor(picture))
                     overlay = _overlay(pipe, picture) if show_destinations else None
-                    shot = Shot(variant, seed, picture, seconds, shot.tokens, first.seconds / seconds, drift, overlay)
+                    shot = replace(shot, speed_up=first.seconds / seconds, drift=drift, overlay=overlay)
                 column.append(shot)
             columns.append(column)
     finally:
@@ -281,12 +282,20 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
         speed = f"{shot.speed_up:.2f}x" if drift else ""
         lines.append([str(shot.seed), shot.variant.label, f"{shot.seconds:.2f}", speed, shot.tokens, *values])
     text = table(header, lines)
-    if any(shot.drift and shot.speed_up < 1 for row in rows for shot in row):
+    if any(shot.modes.get("merged") and shot.speed_up < 1 for row in rows for shot in row):
         text += (
             "\n\nBelow 1.00x merging cost more than it saved: it pays with more tokens (a larger size) or more work "
         )
         text += "per launch (a larger batch, --compile)."
-    return text
+    notes = [saves_nothing(shot.variant.label, shot.modes) for row in rows for shot in row]
+    return "\n\n".join([text, *dict.fromkeys(note for note in notes if note)])
+
+
+def saves_nothing(label: str, modes: dict[str, int]) -> str | None:
+    """What to say where merging was on and no step ran on merged tokens alone. modes: steps of an image, by mode."""
+    if not modes or modes.get("merged"):
+        return None
+    return f"{label}: {api.told_steps(modes)}"
 
 
 def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
@@ -332,6 +341,11 @@ def draw(
 
 def token_counts(pipe: Any) -> str:
     return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
+
+
+def step_modes(pipe: Any) -> dict[str, int]:
+    """How many steps of the last image were full, anchors or merged; nothing of a model without merging."""
+    return api.summary(pipe).steps
 
 
 def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:

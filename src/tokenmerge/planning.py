@@ -44,7 +44,7 @@ class PlannedGroup:
     merges: int  # times tokens are merged and unmerged in one denoiser call
     width: int
     grid: TokenGrid
-    layouts: tuple[Layout, ...]  # one for each part of the schedule that has its own ratio
+    layouts: tuple[Layout, ...]  # one for each part of the schedule that has its own ratio; none if nothing is merged
     regions: str
     saved: float  # multiplications of one denoiser call, by the paper's cost model, on average over steps
     spent: float
@@ -53,7 +53,7 @@ class PlannedGroup:
     @property
     def merged(self) -> tuple[int, ...]:
         """Tokens after merging, by part of the schedule."""
-        return tuple(layout.merged if self.merges else layout.tokens for layout in self.layouts)
+        return tuple(layout.merged for layout in self.layouts) or (self.grid.count,)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Plan:
                     "grid": str(group.grid),
                     "regions": group.regions,
                     "tokens": group.grid.count,
-                    "merged": [layout.merged for layout in group.layouts],
+                    "merged": list(group.merged),
                     "blocks": group.blocks,
                     "merged_blocks": group.merged_blocks,
                     "merges": group.merges,
@@ -122,7 +122,7 @@ class Plan:
                     f"{group.merged_blocks} of {group.blocks}",
                     str(group.grid),
                     f"{group.grid.count} -> {', '.join(map(str, group.merged))}",
-                    group.regions if group.merges else "not merged",
+                    group.regions if group.layouts else "not merged",
                     f"{group.saved / self._total:.1%}",
                     f"{group.spent / self._total:.1%}",
                 ]
@@ -327,12 +327,13 @@ def _planned_groups(
         total = len(members) * _work(tuple(_SHARES), grid.count, width)
         layouts, saved, spent, regions = [], 0.0, 0.0, ""
         ratios = config.step_ratios or (_ratio(members[0], parts, config),)
-        for ratio in ratios:
+        # Where nothing is merged a grid need not be one that could be.
+        for ratio in ratios if merged else ():
             settled = method.settle(config.replace(ratio=ratio, step_ratios=None, block_ratios=None))
             partition = method.partition((grid,), settled)
             layout, regions = partition.layout, partition.description
             layouts.append(layout)
-            if not merged or layout.merged == layout.tokens:
+            if layout.merged == layout.tokens:
                 continue
             saved += sum(_saved(site, layout, width, keys_values=method.KEYS_VALUES) for site in merged)
             if config.schedule.anchor_every:

@@ -37,6 +37,11 @@ def bundled_models() -> tuple[str, ...]:
     return tuple(sorted(folder.name for folder in _BUNDLED.iterdir() if folder.is_dir())) if _BUNDLED.is_dir() else ()
 
 
+def dtype_on(device: torch.device, asked: str | None) -> str:
+    """The name of the dtype to work in: as asked, or the usual one of the device."""
+    return asked or ("float32" if device.type == "cpu" else "bfloat16")
+
+
 def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
     """A pipeline by bundled name, folder or hub id, and how to call it."""
     try:
@@ -66,8 +71,7 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
 def load_denoiser(model: str, dtype: str | None, device: torch.device) -> tuple[nn.Module, int]:
     """The denoiser of a pipeline, or one of `RANDOM_MODELS` with random weights, and pixels per latent."""
     if model not in RANDOM_MODELS:
-        default = "float32" if device.type == "cpu" else "bfloat16"
-        pipe, _ = load_pipeline(model, getattr(torch, dtype or default), device)
+        pipe, _ = load_pipeline(model, getattr(torch, dtype_on(device, dtype)), device)
         return denoiser_of(pipe).eval(), pipe.vae_scale_factor
     config, usual = RANDOM_MODELS[model]
     before = torch.get_default_dtype()

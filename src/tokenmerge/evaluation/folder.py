@@ -6,6 +6,7 @@ values/CONFIG/SAMPLE.json     metrics of one picture
 features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
 sets/CONFIG.json              metrics of sets
+modes/CONFIG.json             how many steps of a picture were full, anchors or merged
 calibration.json              what the mag cache decides by
 timing/CONFIG/LAP.json        seconds and memory of one timed batch
 metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
@@ -66,6 +67,9 @@ class Folder:
     def sets(self, configuration: Configuration) -> Path:
         return self.root / "sets" / f"{configuration.folder}.json"
 
+    def modes(self, configuration: Configuration) -> Path:
+        return self.root / "modes" / f"{configuration.folder}.json"
+
     @property
     def calibration(self) -> Path:
         return self.root / "calibration.json"
@@ -76,6 +80,8 @@ class Folder:
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
         record = self.root / "run.json"
+        # As they will be read: JSON has neither tuples nor infinities.
+        settings = json.loads(to_json(settings))
         before = read_json(record) if record.is_file() else None
         if before is not None and not resume:
             raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")

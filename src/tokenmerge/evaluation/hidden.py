@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..adapters import Family, denoiser_of, family_of
 from ..adapters.base import Block
-from ..adapters.loading import load_pipeline
-from ..calls import DenoiserCall, grid_at_level
+from ..adapters.loading import dtype_on, load_pipeline
+from ..calls import DenoiserCall, grid_at_level, grids_of_ids
+from ..clock import Clock
 from ..generate import Request, best_device, draw, picture_size
 from ..grid import TokenGrid
 from ..hooks import Installation
@@ -60,42 +61,36 @@ def load_subject(
     model: str, *, size: str | None, steps: int | None, guidance: float | None, device: str | None, dtype: str | None
 ) -> Subject:
     place = best_device(device)
-    kind = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"))
-    pipe, defaults = load_pipeline(model, kind, place)
+    pipe, defaults = load_pipeline(model, getattr(torch, dtype_on(place, dtype)), place)
     pipe.set_progress_bar_config(disable=True)
     width, height = picture_size(size, defaults, pipe)
     return Subject(pipe, Request("", steps or defaults.steps, width, height, (), guidance, defaults), place)
 
 
 class _Watcher:
-    """Counts steps by their timesteps, and looks at the first denoiser call of each: others are for guidance."""
+    """Tells steps apart by their timesteps, and looks at the first denoiser call of each: others are for guidance."""
 
     def __init__(self, family: Family, see: Callable[[Hidden], None]) -> None:
         self._family = family
         self._see = see
         self._call: DenoiserCall | None = None
-        self._step = -1
-        self._timestep: float | None = None
-        self._first = False
+        self._clock = Clock()
 
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = self._family.read(denoiser, args, kwargs)
-        timestep = self._call.timestep.flatten()[0].item()
-        self._first = timestep != self._timestep
-        if self._first:
-            self._timestep = timestep
-            self._step += 1
+        self._clock.follow_timestep(float(self._call.timestep.flatten()[0]))
+        self._clock.call += 1
 
     def enter_block(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._first or self._call is None:
+        if self._clock.call or self._call is None:
             return
         # The prompt comes last in a batch that also holds its negative.
         tokens = block.kind.ports.tokens.read(args, kwargs)[-1].detach().float()
-        self._see(Hidden(self._step, block.name, self._grid(block), tokens))
+        self._see(Hidden(self._clock.step, block.name, _grid(self._call, block), tokens))
 
-    def _grid(self, block: Block) -> TokenGrid:
-        assert self._call is not None
-        if self._call.ids is None:
-            return TokenGrid(*grid_at_level(self._call, block.level))
-        _, rows, columns = self._call.ids.unbind(-1)
-        return TokenGrid(int(rows.max()) + 1, int(columns.max()) + 1)
+
+def _grid(call: DenoiserCall, block: Block) -> TokenGrid:
+    if call.ids is None:
+        return TokenGrid(*grid_at_level(call, block.level))
+    (grid,) = grids_of_ids(call.ids)
+    return grid

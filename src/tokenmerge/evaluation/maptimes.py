@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..adapters.loading import dtype_on
 from ..config import MergeConfig, load_preset
 from ..files import write_text
 from ..generate import best_device
@@ -38,7 +39,7 @@ def time_maps(
     its launch, merging and unmerging are replayed as graphs; what makes maps is rare and launched as it is."""
     place = best_device(device)
     grid, width = LAYERS[name]
-    kind = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    kind = dtype_on(place, dtype)
     samples = _SAMPLES * batch
     tokens = torch.randn(samples, grid.count, width, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(place, getattr(torch, kind))

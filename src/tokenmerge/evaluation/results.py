@@ -20,6 +20,7 @@ class Row:
     configuration: Configuration
     estimates: dict[str, Estimate]
     timing: dict[str, Any] | None
+    modes: dict[str, int]  # steps of a picture by mode; empty without merging
 
     @property
     def seconds(self) -> float | None:
@@ -38,6 +39,7 @@ class Row:
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },
             "timing": self.timing,
+            "modes": self.modes,
         }
 
 
@@ -113,7 +115,8 @@ def _row(
         estimates[metric.name] = estimate(list(by_prompt.values()))
     if folder.sets(configuration).is_file():
         estimates |= {name: Estimate(float(value)) for name, value in read_json(folder.sets(configuration)).items()}
-    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]))
+    modes = read_json(folder.modes(configuration)) if folder.modes(configuration).is_file() else {}
+    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), modes)
 
 
 def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[str, Any] | None:

@@ -20,11 +20,11 @@ import torch
 from .. import api
 from ..adapters import denoiser_of, family_of
 from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
-from ..adapters.loading import load_pipeline
+from ..adapters.loading import dtype_on, load_pipeline
 from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
-from ..files import write_text
-from ..generate import Request, best_device, draw, picture_size, token_counts
+from ..files import digest_of, write_text
+from ..generate import Request, best_device, draw, picture_size, step_modes, token_counts
 from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
@@ -127,7 +127,7 @@ class Evaluation:
             # Kernels run on the current device, wherever their tensors are.
             torch.cuda.set_device(self._device)
         self._way = way_on(self._device, task.compile)
-        self._dtype = task.dtype or ("float32" if self._device.type == "cpu" else "bfloat16")
+        self._dtype = dtype_on(self._device, task.dtype)
         # The first process fetches what is not here yet, the others find it.
         with processes.first_alone():
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
@@ -170,7 +170,7 @@ class Evaluation:
             "compile": self._way,
             "batch": self.task.batch,
             "repeats": self.task.repeats,
-            "reference": [path.name for path in self._photographs],
+            "reference": {path.name: digest_of(path) for path in self._photographs},
             "networks": {name: network.identity for name, network in self.choice.networks.items()},
             "environment": environment(self._device),
         }
@@ -198,7 +198,11 @@ class Evaluation:
                 for _ in range(warm_ups(self._way)):
                     self._draw(left[0])
             for sample in self._progress(left, configuration.label):
-                save_picture(self._draw(sample), self.folder.image(configuration, sample))
+                picture, modes = self._draw(sample), self.folder.modes(configuration)
+                # Before the picture, which says that nothing is left to do.
+                if not modes.is_file():
+                    write_text(modes, to_json(step_modes(self._pipe)))
+                save_picture(picture, self.folder.image(configuration, sample))
         self._restore()
 
     def time(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+from ..generate import saves_nothing
 from ..quality.metrics import Metric
 from ..quality.statistics import Estimate
 from ..tables import table
@@ -73,6 +74,8 @@ def notes(results: Results) -> list[str]:
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
+    idle = [saves_nothing(row.configuration.label, row.modes) for row in results.rows]
+    lines += [note for note in idle if note]
     lines += [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
     return lines + [f"{line}." for line in results.choice.missing_lines()]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..grid import join_regions, split_regions
+from ..grid import invert_order, join_regions, split_regions
 
 # Bits of an fp32 sum, less one for a gain's sign and growth; and the least that a similarity is left with.
 _SUM_BITS = 22
@@ -290,13 +290,8 @@ def _own_places(order: Tensor | None, destinations: Tensor, token_count: int) ->
     """One-hot [S, R, k, n]: the place of every destination in its region."""
     _, regions, _ = destinations.shape
     size = token_count // regions
-    if order is None:
-        places = destinations % size
-    else:
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(token_count, device=order.device)
-        places = rank[destinations] % size
-    return F.one_hot(places, size).float()
+    ranks = destinations if order is None else invert_order(order)[destinations]
+    return F.one_hot(ranks % size, size).float()
 
 
 def _random(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:

