@@ -110,6 +110,29 @@ def test_a_broken_picture_does_not_break_the_next() -> None:
     assert torch.equal(again, good)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_anchor_that_fails_does_not_count(kind: str) -> None:
+    """As one that ran out of memory, when its step is tried again."""
+    plain, _ = build(kind)
+    denoiser, loop = build(kind, anchor_every=3)
+    loop.set_timesteps()
+    call(denoiser, 0.5)
+    loop.set_timesteps()
+    last = denoiser._tokenmerge.plan.merged_sites[-1].block.module
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    failing = next(iter(last.children())).register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        call(denoiser)
+    failing.remove()
+    whole = call(plain)
+    for _ in range(3):
+        torch.testing.assert_close(call(denoiser), whole, rtol=1e-4, atol=1e-4)
+        loop.step()
+
+
 def test_gaps_hold_no_graph_of_gradients() -> None:
     denoiser, loop = build("sdxl", anchor_every=2)
     loop.set_timesteps()

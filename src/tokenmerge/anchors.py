@@ -64,7 +64,7 @@ class Anchors:
         return "anchor" if due else "merged"
 
     def settle(self, groups: list[MergeGroup]) -> None:
-        """Note the anchor of the last call. One whose blocks a cache has skipped saw no gap: it does not count, and the
+        """Note that a call was an anchor. One whose blocks a cache has skipped saw no gap: it does not count, and the
         next call is an anchor in its place."""
         if self._pending is not None and any(group.done[0] for group in groups):
             seen, step = self._pending
@@ -76,6 +76,8 @@ class Anchors:
 
     def enter(self, call: DenoiserCall, mode: str) -> None:
         """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
+        # What failed on the way has not seen all gaps, and is never settled.
+        self._pending = None
         turn = self._clock.call
         if not self._memories or mode == "full":
             return

@@ -287,11 +287,12 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         installation.follow()
 
     state.at_image_start = at_image_start
-    installation.observe_calls(denoiser, _Observer(state, family, plan_.merged_sites[0].block.module))
+    observer = _Observer(state, family, plan_.merged_sites[0].block.module)
+    installation.observe_calls(denoiser, observer.enter, observer.leave)
 
 
 class _Observer:
-    """Sees every call of the denoiser first: refuses what merging cannot serve, and tells the state of the rest."""
+    """Sees every call of the denoiser: refuses what merging cannot serve, and tells the state of the rest."""
 
     def __init__(self, state: MergeState, family: Family, first_block: nn.Module) -> None:
         self._state = state
@@ -300,10 +301,14 @@ class _Observer:
 
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
-    def __call__(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._family.refuse(self._state.config, args, kwargs)
         _check_chunks(self._first_block)
         self._state.enter(self._family.read(denoiser, args, kwargs))
+
+    @torch.compiler.disable
+    def leave(self, *_: Any) -> None:
+        self._state.leave()
 
 
 def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, scheduler: Any) -> None:

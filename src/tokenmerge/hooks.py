@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .config import TokenMergeError
 from .gaps import Gap, GapMemory
@@ -330,12 +331,17 @@ class Installation:
         compiler = torch._dynamo.config
         compiler.recompile_limit = max(compiler.recompile_limit, _GRAPHS)
         self._placed: list[_Placed] = []
-        self._stop_observing: Callable[[], None] | None = None
+        self._observers: list[RemovableHandle] = []
 
-    def observe_calls(self, denoiser: nn.Module, observer: Callable[..., None]) -> None:
-        """Call `observer(module, args, kwargs)` before every forward of the denoiser."""
-        # A native hook: one of diffusers' on the root would vanish under model offload.
-        self._stop_observing = denoiser.register_forward_pre_hook(observer, with_kwargs=True).remove
+    def observe_calls(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None
+    ) -> None:
+        """Call `before(module, args, kwargs)` at the start of every call, and `after(module, args, output)` at the end
+        of those that do not fail."""
+        # Native hooks: one of diffusers' on the root would vanish under model offload.
+        self._observers.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if after is not None:
+            self._observers.append(module.register_forward_hook(after))
 
     def add(self, site: Site, block: nn.Module, path: str = "") -> None:
         """Put `site` in the place of the forward of the block, or of the submodule at `path` in it."""
@@ -347,9 +353,9 @@ class Installation:
             placed.follow()
 
     def uninstall(self) -> None:
-        if self._stop_observing is not None:
-            self._stop_observing()
-            self._stop_observing = None
+        for observer in self._observers:
+            observer.remove()
+        self._observers.clear()
         for placed in reversed(self._placed):
             placed.undo()
         self._placed.clear()

@@ -65,7 +65,6 @@ class MergeState:
 
     def enter(self, call: DenoiserCall) -> None:
         """At the start of a denoiser call: learn the step and the grids, and lay out tensors of their size."""
-        self.anchors.settle(self.groups)
         self.follow_scheduler()
         scheduler = self._watched()
         if scheduler is None:
@@ -101,6 +100,10 @@ class MergeState:
         # Guidance may take several calls to a step.
         merges = any(group.slot and group.slot.merges for group in self.groups)
         self.steps[self.mode if merges else "full"] += self.clock.call == 0
+
+    def leave(self) -> None:
+        """At the end of a call that did not fail."""
+        self.anchors.settle(self.groups)
 
     def _follow_calls(self, scheduler: Any, call: DenoiserCall) -> None:
         """Learn from a call what the scheduler does not tell."""
