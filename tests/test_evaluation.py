@@ -732,6 +732,32 @@ def test_metrics_of_two_folders(
     assert "3 pictures against 3" in capsys.readouterr().out
 
 
+def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.loads((finished / "results.jsonl").read_text().splitlines()[1])
+    pictures = [json.loads(text) for text in (finished / "metrics.jsonl").read_text().splitlines()]
+    mine = sorted((item for item in pictures if item["label"] == line["label"]), key=lambda item: item["image"])
+    (tmp_path / "prompts.json").write_text(json.dumps(mine))
+    folders = [str(finished / "images" / "none"), str((finished / mine[0]["image"]).parent)]
+    arguments = ["metrics", *folders, "--metrics", "mse,ssim", "--device", "cpu"]
+    prompts = ["--prompts", str(tmp_path / "prompts.json")]
+    assert main([*arguments, *prompts, "--json"]) == 0
+    grouped = json.loads(capsys.readouterr().out)
+    assert grouped["intervals_over"] == "prompts"
+    for name in ("mse", "ssim"):
+        assert grouped["metrics"][name] == pytest.approx(line["metrics"][name])
+
+    assert main([*arguments, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["intervals_over"] == "pictures"
+    assert alone["metrics"]["mse"]["interval"] != pytest.approx(line["metrics"]["mse"]["interval"])
+    assert main(arguments) == 0
+    assert "counts every picture as independent" in capsys.readouterr().out
+    assert main([*arguments, *prompts]) == 0
+    assert "takes the pictures of a prompt together" in capsys.readouterr().out
+
+
 def test_equal_folders_are_infinitely_like_each_other(
     pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
