@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from . import api
-from .adapters import denoiser_of
+from .adapters import denoiser_of, family_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
@@ -208,10 +208,13 @@ def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[i
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     width, height = parse_size(text)
-    unit = pipe.vae_scale_factor
-    if min(width, height) < 4 * unit or width % unit or height % unit:
+    denoiser, scale = denoiser_of(pipe), pipe.vae_scale_factor
+    unit = family_of(denoiser).unit(denoiser, scale)
+    least = max(4 * scale, unit)
+    if min(width, height) < least or width % unit or height % unit:
+        near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
         raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
+            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {least}: try {near}"
         )
     return width, height
 
