@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("missing/model", [], "neither a folder"),
+        ("missing/model", [], "no folder here, and the hub has no model of that name"),
         ("empty", [], "model_index.json or config.json"),
         ("other", [], "PriorTransformer"),
         ("vae", [], "without a unet or transformer"),
@@ -151,6 +152,33 @@ def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "cannot be reached" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [("tiny-fluks", "did you mean 'tiny-flux'?"), ("some/model", "give one of those, a diffusers folder or a hub id")],
+)
+def test_an_unknown_model_is_told_alike_and_at_once(
+    command: str,
+    model: str,
+    way: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    # Nobody listens there.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    options = {"eval": ["--metrics", "mse"], "tune": ["--budget", "mse=100"]}.get(command, [])
+    begin = time.monotonic()
+    assert run(command, "--model", model, *options) == 2
+    assert time.monotonic() - begin < 10
+    why = "it is no folder here, and the hub cannot be reached for it"
+    told = f"tokenmerge: model {model!r} is not bundled (tiny-flux, tiny-sdxl are), {why}; {way}\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert not list(tmp_path.iterdir())
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_a_cache_is_compared_with_the_plain_picture(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "no/such-model"], "bundled name (tiny-flux"),
+        (["--model", "no/such-model"], "not bundled (tiny-flux"),
         (["--size", "100x150"], "multiples of 8, from 16: try 96x152"),
         (["--size", "132x132", "--model", "tiny-sdxl"], "multiples of 8"),
         (["--size", "8x64"], "try 16x64"),
