@@ -154,6 +154,61 @@ def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
     assert "cannot be reached" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        (["--preset", "dit", "--ratio", "0.5"], None),
+        (["--preset", "dit-anchored", "--ratio", "0.5"], None),
+        (["--preset", "dit-anchored", "--ratio", "0.02"], "; raise the ratio or anchor_every."),
+        (["--preset", "toma", "--regions", "whole", "--ratio", "0.02"], "; raise the ratio."),
+        (["--method", "none"], None),
+    ],
+)
+def test_plan_says_when_merging_costs_more_than_it_saves(
+    models: Path, capsys: pytest.CaptureFixture[str], options: list[str], way: str | None
+) -> None:
+    assert run("plan", "--model", str(models / "flux"), *options, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["saved"] < plan["spent"]) == (way is not None)
+    assert run("plan", "--model", str(models / "flux"), *options) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "slower merged than unmerged" in line]
+    assert [line.endswith(way or "") for line in told] == [True] * (way is not None)
+
+
+def test_one_of_a_thing_is_told_in_the_singular(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--skip-first", "1", "--skip-last", "1", "--regions", "tile:1", "--anchor-every", "0"]
+    assert run("plan", "--model", str(models / "flux"), "--height", "64", "--width", "64", *options) == 0
+    printed = capsys.readouterr().out
+    assert "1 x the first block of joint (skip_first)" in printed
+    assert "1 x the last block of joint (skip_last)" in printed
+    assert "1 tile of 4x4" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "--seeds", "a"], "argument --seeds: 'a' is no list of whole numbers, as in 0,1,2"),
+        (["generate", "--ratios", "0.5,x"], "argument --ratios: '0.5,x' is no list of numbers, as in 0.25,0.5"),
+        (["generate", "--skip-first", "x"], "argument --skip-first: 'x' is no number"),
+    ],
+)
+def test_options_of_another_type_are_told_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "bench", "eval", "reproduce", "metrics", "tune", "presets"])
+def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    printed = capsys.readouterr().out
+    for words in ("default: None", "default: (", ",)"):
+        assert words not in printed
+
+
 @pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])
 @pytest.mark.parametrize(
     ("model", "way"),

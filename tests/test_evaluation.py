@@ -696,6 +696,12 @@ def test_missing_networks_are_named_in_every_report(
     result = json.loads(printed.out)
     assert "DINO is missing: no/dino cannot be had from the hub" in printed.err
     assert any(line.startswith("DINO") for line in result["missing"])
+    # The same in words: told when it begins, and not again under the table.
+    assert main([*arguments, "--resume", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("missing:") == len(result["missing"])
+    assert "missing:" not in printed.out
+    assert "1 step, float32; 1 prompt x 1 seed;" in printed.out
     for name in ("table.md", "report.html"):
         assert "DINO is missing" in (tmp_path / "out" / name).read_text()
     assert set(result["results"][1]["metrics"]) >= {"mse", "psnr", "ssim", "clip"}
@@ -795,5 +801,5 @@ def test_folders_that_cannot_be_compared(
     assert "have one name" in refusal(pairs[0], tmp_path)
     (tmp_path / "prompts.txt").write_text("one\n")
     assert main(["metrics", *map(str, pairs), "--prompts", str(tmp_path / "prompts.txt")]) == 2
-    assert "1 prompts for 3 pictures" in capsys.readouterr().err
+    assert "1 prompt for 3 pictures" in capsys.readouterr().err
     assert main(["metrics", *map(str, pairs), "--metrics", "clip", "--clip", "no/clip"]) == 2

@@ -15,7 +15,7 @@ from ..generate import best_device
 from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
-from ..tables import table
+from ..tables import counted, table
 from .folder import finite, read_picture
 from .table import figure
 
@@ -52,7 +52,7 @@ class Comparison:
             better = "higher" if metric.higher_is_better else "lower"
             rows.append([metric.title, figure(metric, value), better, metric.meaning])
         text = table(["metric", "value", "better", "meaning"], rows)
-        text += f"\n\n{self.counts[1]} pictures against {self.counts[0]}"
+        text += f"\n\n{counted(self.counts[1], 'picture')} against {self.counts[0]}"
         if any(value.interval is not None for value in self.estimates.values()):
             text += f"; +- is the 95 % interval of confidence, which {self._evidence()}"
         return "\n".join([f"{text}.", *self.missing])
@@ -139,7 +139,9 @@ def _objections(originals: Sequence[Path], tests: Sequence[Path], prompts: Seque
     if prompts is None:
         reasons["text"] = "it needs --prompts FILE, with one for each picture in the order of their names"
     elif len(prompts) != len(tests):
-        raise TokenMergeError(f"there are {len(prompts)} prompts for {len(tests)} pictures; give one for each")
+        raise TokenMergeError(
+            f"{counted(len(prompts), 'prompt')} for {counted(len(tests), 'picture')}; give one for each"
+        )
     if min(len(originals), len(tests)) < 2:
         reasons["set"] = "it needs two pictures or more in each folder"
     return reasons
