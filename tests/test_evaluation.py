@@ -21,20 +21,25 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageColor
+from skimage.color import rgb2lab
 
 from interrupts import interrupt
 from judges import write_networks
 from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
 from tokenmerge.cli import main
+from tokenmerge.evaluation import plots
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
+from tokenmerge.evaluation.results import Results, Row
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
 from tokenmerge.generate import Request, draw
 from tokenmerge.measure import timed_calls
+from tokenmerge.quality.metrics import BY_NAME
 from tokenmerge.quality.networks import Sources
+from tokenmerge.quality.statistics import Estimate
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
@@ -683,6 +688,36 @@ def test_plots_stay_readable_with_many_and_long_names(
     assert (tmp_path / "plots" / "mse.png").is_file()
     # matplotlib warns where no place is left for the plot itself.
     assert not [str(item.message) for item in recwarn if "layout" in str(item.message)]
+
+
+def test_sixteen_series_are_told_apart_in_colour_and_in_print() -> None:
+    styles = [plots.series_style(place) for place in range(128)]
+    assert len({tuple(style.values()) for style in styles}) == 128
+    first = styles[:16]
+    assert len({(style["marker"], style["markerfacecolor"] == "white") for style in first}) == 16
+    # Two colours that differ by 2 in CIELAB are just told apart side by side.
+    shades = rgb2lab(torch.tensor([[ImageColor.getrgb(style["color"]) for style in first]], dtype=torch.uint8).numpy())
+    distances = torch.pdist(torch.tensor(shades[0]))
+    assert distances.min() > 20
+
+
+def test_numbers_in_a_plot_do_not_overlap() -> None:
+    made = read_configurations([f"toma:skip_first={number}" for number in range(12)], (0.25, 0.5, 0.75), "dit")
+    rows = []
+    for place, item in enumerate(made):
+        timing = {"denoiser_seconds": 1 + 0.01 * (place % 5), "batch": 1}
+        rows.append(Row(item, {"mse": Estimate(100.0 + place % 7, 3.0)}, timing))
+    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
+    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
+    # What a plot does not need is not there.
+    results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
+    styles = {row.configuration.series: plots.series_style(place) for place, row in enumerate(rows[1::3])}
+    drawn = plots._draw(results, BY_NAME["mse"], styles)
+    drawn.draw_without_rendering()
+    numbers = [text for text in drawn.axes[0].texts if text.get_visible()]
+    assert 8 < len(numbers) <= 36
+    boxes = [number.get_window_extent() for number in numbers]
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
 
 
 def test_missing_networks_are_named_in_every_report(

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..config import MergeConfig
-from ..files import write_file, write_text
+from ..files import write_text
 from ..grid import Partition, partition_grids
 from ..ops import backend_for
 from ..tables import table
 from .finding import Finding
 from .folder import to_json
 from .hidden import Hidden, Subject
+from .plots import new_plot, save_plot
 
 
 def measure_overlap(
@@ -48,7 +49,7 @@ def measure_overlap(
         for (block, step), found in shares.items()
     ]
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
-    _plot(records, interval, config, out / "figure.png")
+    save_plot(_draw(records, interval, config), out / "figure.png")
     return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
 
 
@@ -96,14 +97,11 @@ class _Selector:
         return share.item(), layout.select_count / layout.select_size
 
 
-def _plot(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig, path: Path) -> None:
+def _draw(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig) -> Any:
     from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    drawn = Figure(figsize=(8.6, 4.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.add_subplot()
+    drawn, axes = new_plot(8.6)
     blocks = list(dict.fromkeys(record["block"] for record in records))
     for place, block in enumerate(blocks):
         shares = {record["step"]: record["overlap"] for record in records if record["block"] == block}
@@ -115,11 +113,12 @@ def _plot(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig,
             axes.plot(steps, heights, color=colour, linewidth=1.2, marker=".", label=label)
     axes.axhline(records[0]["chance"], color="#777777", linestyle="--", linewidth=1, label="by chance")
     axes.set_ylim(0, 1.02)
+    # There are no half steps.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
     axes.set_ylabel("share of the same destinations")
     title = f"Do destinations stay? {config.selection} in {config.regions}, ratio {config.ratio:g}"
     axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(alpha=0.25)
     columns = 1 + len(blocks) // 24
     axes.legend(fontsize=6, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns)
-    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+    return drawn
