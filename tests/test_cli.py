@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("missing/model", [], "neither a folder"),
+        ("missing/model", [], "no folder here, and the hub has no model of that name"),
         ("empty", [], "model_index.json or config.json"),
         ("other", [], "PriorTransformer"),
         ("vae", [], "without a unet or transformer"),
@@ -153,6 +154,88 @@ def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "cannot be reached" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        (["--preset", "dit", "--ratio", "0.5"], None),
+        (["--preset", "dit-anchored", "--ratio", "0.5"], None),
+        (["--preset", "dit-anchored", "--ratio", "0.02"], "; raise the ratio or anchor_every."),
+        (["--preset", "toma", "--regions", "whole", "--ratio", "0.02"], "; raise the ratio."),
+        (["--method", "none"], None),
+    ],
+)
+def test_plan_says_when_merging_costs_more_than_it_saves(
+    models: Path, capsys: pytest.CaptureFixture[str], options: list[str], way: str | None
+) -> None:
+    assert run("plan", "--model", str(models / "flux"), *options, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["saved"] < plan["spent"]) == (way is not None)
+    assert run("plan", "--model", str(models / "flux"), *options) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "slower merged than unmerged" in line]
+    assert [line.endswith(way or "") for line in told] == [True] * (way is not None)
+
+
+def test_one_of_a_thing_is_told_in_the_singular(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--skip-first", "1", "--skip-last", "1", "--regions", "tile:1", "--anchor-every", "0"]
+    assert run("plan", "--model", str(models / "flux"), "--height", "64", "--width", "64", *options) == 0
+    printed = capsys.readouterr().out
+    assert "1 x the first block of joint (skip_first)" in printed
+    assert "1 x the last block of joint (skip_last)" in printed
+    assert "1 tile of 4x4" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "--seeds", "a"], "argument --seeds: 'a' is no list of whole numbers, as in 0,1,2"),
+        (["generate", "--ratios", "0.5,x"], "argument --ratios: '0.5,x' is no list of numbers, as in 0.25,0.5"),
+        (["generate", "--skip-first", "x"], "argument --skip-first: 'x' is no number"),
+    ],
+)
+def test_options_of_another_type_are_told_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "bench", "eval", "reproduce", "metrics", "tune", "presets"])
+def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    printed = capsys.readouterr().out
+    for words in ("default: None", "default: (", ",)"):
+        assert words not in printed
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [("tiny-fluks", "did you mean 'tiny-flux'?"), ("some/model", "give one of those, a diffusers folder or a hub id")],
+)
+def test_an_unknown_model_is_told_alike_and_at_once(
+    command: str,
+    model: str,
+    way: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    # Nobody listens there.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    options = {"eval": ["--metrics", "mse"], "tune": ["--budget", "mse=100"]}.get(command, [])
+    begin = time.monotonic()
+    assert run(command, "--model", model, *options) == 2
+    assert time.monotonic() - begin < 10
+    why = "it is no folder here, and the hub cannot be reached for it"
+    told = f"tokenmerge: model {model!r} is not bundled (tiny-flux, tiny-sdxl are), {why}; {way}\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert not list(tmp_path.iterdir())
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

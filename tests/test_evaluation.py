@@ -21,7 +21,8 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageColor
+from skimage.color import rgb2lab
 
 from interrupts import interrupt
 from judges import write_networks
@@ -29,15 +30,18 @@ from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
 from tokenmerge.adapters import caches
 from tokenmerge.cli import main
-from tokenmerge.evaluation import table
+from tokenmerge.evaluation import plots, table
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.folder import Folder
 from tokenmerge.evaluation.prompts import read_prompts
+from tokenmerge.evaluation.results import Results, Row
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
 from tokenmerge.generate import Request, draw
 from tokenmerge.measure import timed_calls
+from tokenmerge.quality.metrics import BY_NAME
 from tokenmerge.quality.networks import Sources
+from tokenmerge.quality.statistics import Estimate
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
@@ -738,6 +742,36 @@ def test_plots_stay_readable_with_many_and_long_names(
     assert not [str(item.message) for item in recwarn if "layout" in str(item.message)]
 
 
+def test_sixteen_series_are_told_apart_in_colour_and_in_print() -> None:
+    styles = [plots.series_style(place) for place in range(128)]
+    assert len({tuple(style.values()) for style in styles}) == 128
+    first = styles[:16]
+    assert len({(style["marker"], style["markerfacecolor"] == "white") for style in first}) == 16
+    # Two colours that differ by 2 in CIELAB are just told apart side by side.
+    shades = rgb2lab(torch.tensor([[ImageColor.getrgb(style["color"]) for style in first]], dtype=torch.uint8).numpy())
+    distances = torch.pdist(torch.tensor(shades[0]))
+    assert distances.min() > 20
+
+
+def test_numbers_in_a_plot_do_not_overlap() -> None:
+    made = read_configurations([f"toma:skip_first={number}" for number in range(12)], (0.25, 0.5, 0.75), "dit")
+    rows = []
+    for place, item in enumerate(made):
+        timing = {"denoiser_seconds": 1 + 0.01 * (place % 5), "batch": 1}
+        rows.append(Row(item, {"mse": Estimate(100.0 + place % 7, 3.0)}, timing))
+    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
+    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
+    # What a plot does not need is not there.
+    results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
+    styles = {row.configuration.series: plots.series_style(place) for place, row in enumerate(rows[1::3])}
+    drawn = plots._draw(results, BY_NAME["mse"], styles)
+    drawn.draw_without_rendering()
+    numbers = [text for text in drawn.axes[0].texts if text.get_visible()]
+    assert 8 < len(numbers) <= 36
+    boxes = [number.get_window_extent() for number in numbers]
+    assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
+
+
 def test_missing_networks_are_named_in_every_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], networks: Path
 ) -> None:
@@ -749,6 +783,12 @@ def test_missing_networks_are_named_in_every_report(
     result = json.loads(printed.out)
     assert "DINO is missing: no/dino cannot be had from the hub" in printed.err
     assert any(line.startswith("DINO") for line in result["missing"])
+    # The same in words: told when it begins, and not again under the table.
+    assert main([*arguments, "--resume", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("missing:") == len(result["missing"])
+    assert "missing:" not in printed.out
+    assert "1 step, float32; 1 prompt x 1 seed;" in printed.out
     for name in ("table.md", "report.html"):
         assert "DINO is missing" in (tmp_path / "out" / name).read_text()
     assert set(result["results"][1]["metrics"]) >= {"mse", "psnr", "ssim", "clip"}
@@ -783,6 +823,32 @@ def test_metrics_of_two_folders(
     assert result["metrics"]["mse"]["mean"] == pytest.approx(taken, rel=0.05)
     assert main(arguments) == 0
     assert "3 pictures against 3" in capsys.readouterr().out
+
+
+def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.loads((finished / "results.jsonl").read_text().splitlines()[1])
+    pictures = [json.loads(text) for text in (finished / "metrics.jsonl").read_text().splitlines()]
+    mine = sorted((item for item in pictures if item["label"] == line["label"]), key=lambda item: item["image"])
+    (tmp_path / "prompts.json").write_text(json.dumps(mine))
+    folders = [str(finished / "images" / "none"), str((finished / mine[0]["image"]).parent)]
+    arguments = ["metrics", *folders, "--metrics", "mse,ssim", "--device", "cpu"]
+    prompts = ["--prompts", str(tmp_path / "prompts.json")]
+    assert main([*arguments, *prompts, "--json"]) == 0
+    grouped = json.loads(capsys.readouterr().out)
+    assert grouped["intervals_over"] == "prompts"
+    for name in ("mse", "ssim"):
+        assert grouped["metrics"][name] == pytest.approx(line["metrics"][name])
+
+    assert main([*arguments, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["intervals_over"] == "pictures"
+    assert alone["metrics"]["mse"]["interval"] != pytest.approx(line["metrics"]["mse"]["interval"])
+    assert main(arguments) == 0
+    assert "counts every picture as independent" in capsys.readouterr().out
+    assert main([*arguments, *prompts]) == 0
+    assert "takes the pictures of a prompt together" in capsys.readouterr().out
 
 
 def test_equal_folders_are_infinitely_like_each_other(
@@ -822,5 +888,5 @@ def test_folders_that_cannot_be_compared(
     assert "have one name" in refusal(pairs[0], tmp_path)
     (tmp_path / "prompts.txt").write_text("one\n")
     assert main(["metrics", *map(str, pairs), "--prompts", str(tmp_path / "prompts.txt")]) == 2
-    assert "1 prompts for 3 pictures" in capsys.readouterr().err
+    assert "1 prompt for 3 pictures" in capsys.readouterr().err
     assert main(["metrics", *map(str, pairs), "--metrics", "clip", "--clip", "no/clip"]) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,8 +19,9 @@ from PIL import Image
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError, pictures, quality
-from tokenmerge.adapters.loading import bundled_models, load_pipeline
+from tokenmerge.adapters.loading import CallDefaults, bundled_models, load_pipeline
 from tokenmerge.cli import main
+from tokenmerge.generate import picture_size
 from tokenmerge.grid import TokenGrid
 
 MODELS = Path(tokenmerge.__file__).parent / "models"
@@ -135,8 +138,10 @@ def test_a_cache_is_compared_with_the_plain_picture(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "no/such-model"], "bundled name (tiny-flux"),
-        (["--size", "101x100"], "multiples of 4"),
+        (["--model", "no/such-model"], "not bundled (tiny-flux"),
+        (["--size", "100x150"], "multiples of 8, from 16: try 96x152"),
+        (["--size", "132x132", "--model", "tiny-sdxl"], "multiples of 8"),
+        (["--size", "8x64"], "try 16x64"),
         (["--size", "large"], "width x height"),
         (["--steps", "0"], "1 or more"),
         (["--ratio", "1"], "[0, 1)"),
@@ -164,6 +169,35 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert error.startswith("tokenmerge: ")
     assert words in error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+@pytest.mark.parametrize("levels", [2, 3, 4])
+def test_sizes_are_those_that_the_pipeline_takes_as_they_are(
+    kind: str, levels: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # diffusers keeps its warnings to itself.
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    pipe = tiny.build(kind, vae=tiny.vae(levels, 16 if kind == "sd3" else 4))
+
+    def is_taken(side: int) -> bool:
+        """Whether the pipeline neither refuses a size nor takes another in its place."""
+        caplog.clear()
+        accepted = inspect.signature(pipe.check_inputs).parameters
+        arguments = dict.fromkeys(name for name, item in accepted.items() if item.default is item.empty)
+        try:
+            pipe.check_inputs(**{**arguments, "prompt": "a rose", "height": side, "width": side})
+        except ValueError as error:
+            return "divisible" not in str(error)
+        return not caplog.records
+
+    for side in range(64, 129, 2):
+        try:
+            assert picture_size(f"{side}x{side}", CallDefaults(), pipe) == (side, side)
+        except TokenMergeError:
+            assert not is_taken(side)
+        else:
+            assert is_taken(side)
 
 
 def test_an_interrupted_run_writes_nothing(tmp_path: Path) -> None:

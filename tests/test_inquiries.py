@@ -13,6 +13,7 @@ from PIL import Image
 
 import tokenmerge
 from tokenmerge.cli import main
+from tokenmerge.evaluation import overlap
 from tokenmerge.evaluation.hidden import Hidden, Subject, load_subject
 from tokenmerge.evaluation.locality import CLUSTERS, cluster, coloured_labels, neighbours_alike
 from tokenmerge.evaluation.overlap import _Selector
@@ -71,6 +72,14 @@ def test_overlap_of_the_same_and_of_other_tokens() -> None:
     assert selector.compare(Hidden(1, "block", grid, first * 2), False) == (1.0, 0.5)
     share, _ = selector.compare(Hidden(2, "block", grid, second), False)
     assert 0.3 < share < 0.7
+
+
+@pytest.mark.parametrize("steps", [3, 4, 8, 28])
+def test_the_plot_of_overlap_has_whole_steps(steps: int) -> None:
+    records = [{"block": "one", "step": step, "overlap": 0.5, "chance": 0.5} for step in range(steps)]
+    drawn = overlap._draw(records, 10, tokenmerge.presets()["toma-tile"])
+    drawn.draw_without_rendering()
+    assert all(float(tick).is_integer() for tick in drawn.axes[0].get_xticks())
 
 
 @pytest.mark.parametrize("inquiry", INQUIRIES, ids=lambda inquiry: inquiry.folder)

@@ -66,7 +66,13 @@ def test_config_and_preset_together_and_wrong_types_are_refused() -> None:
         tokenmerge.apply(pipe, MergeConfig(), preset="toma")
     with pytest.raises(TypeError, match="give a MergeConfig"):
         tokenmerge.apply(pipe, {"ratio": 0.5})
-    with pytest.raises(TypeError, match="tile_size"):
+    for preset in ({"ratio": 0.5}, MergeConfig(), 3):
+        with pytest.raises(TypeError, match=f"preset is a {type(preset).__name__}; it is one of toma, .*ratio=0.5"):
+            tokenmerge.apply(pipe, preset=preset)
+    for wrong, near in (("ratoi", "ratio"), ("achor_every", "anchor_every")):
+        with pytest.raises(TypeError, match=f"no option '{wrong}' .did you mean '{near}'.*fields of tokenmerge.Merge"):
+            tokenmerge.apply(pipe, **{wrong: 4})
+    with pytest.raises(TypeError, match="no option 'tile_size'; options are"):
         tokenmerge.apply(pipe, tile_size=4)
     assert tokenmerge.summary(pipe).plan is None
 

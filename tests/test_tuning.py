@@ -360,7 +360,7 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--budget", "mse=9", "--rungs", "0"], "--rungs is 0"),
         (["--budget", "mse=9", "--rungs", "9"], "use fewer rungs"),
         (["--budget", "mse=9", "--repeats", "0"], "--repeats is 0"),
-        (["--budget", "mse=9", "--model", "absent"], "'absent' is not a folder here"),
+        (["--budget", "mse=9", "--model", "absent"], "'absent' is not bundled"),
         (["--budget", "mse=9", "--prompts", "absent.txt"], "cannot be read"),
         (["--budget", "mse=9", "--size", "70x70"], "multiples of"),
         (["--budget", "mse=9", "--size", "64x64", "--steps", "0"], "--steps is 0"),

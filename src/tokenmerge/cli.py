@@ -177,7 +177,7 @@ def _add_reproduce(commands: Any) -> None:
         parser,
         model="tiny-sdxl; for table10 tiny-flux",
         number=f"{FULL.prompts}, quick {QUICK.prompts}",
-        seeds=f"{FULL.seeds}, quick {QUICK.seeds}",
+        seeds=f"{','.join(map(str, FULL.seeds))}, quick {','.join(map(str, QUICK.seeds))}",
         repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
         out="reproduction/NAME-MODEL",
     )
@@ -281,7 +281,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
-    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default})")
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default or 'none'})")
     parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
     parser.add_argument("--template", metavar="TEXT", help="what a prompt is put into, as in 'a photo of a {}'")
 

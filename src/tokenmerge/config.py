@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -286,6 +287,7 @@ class MergeConfig:
     def replace(self, **changes: Any) -> MergeConfig:
         """A copy with fields changed. Fields of `Schedule` may be given directly."""
         schedule_names = {item.name for item in fields(Schedule)}
+        _check_names(changes, [*(item.name for item in fields(self)), *sorted(schedule_names)])
         timing = {name: changes.pop(name) for name in list(changes) if name in schedule_names}
         if timing:
             schedule = changes.get("schedule", self.schedule)
@@ -334,6 +336,17 @@ class MergeConfig:
 def part_of(values: tuple[float, ...], share: float) -> float:
     """The value of the part that a share in [0, 1) falls into, when values have equal parts."""
     return values[min(len(values) - 1, max(0, int(share * len(values))))]
+
+
+def _check_names(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse options that are no fields, as Python does with arguments."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise TypeError(
+                f"there is no option {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}; "
+                "options are the fields of tokenmerge.MergeConfig and tokenmerge.Schedule, which help() lists"
+            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -432,8 +445,13 @@ def presets() -> dict[str, MergeConfig]:
     return dict(_PRESETS)
 
 
-def load_preset(name: str) -> MergeConfig:
+def load_preset(name: str | Path) -> MergeConfig:
     """A preset by name, or a config from a YAML or JSON file."""
+    if not isinstance(name, str | Path):
+        raise TypeError(
+            f"preset is a {type(name).__name__}; it is one of {', '.join(_PRESETS)}, or the path of a .yaml or .json "
+            "file. Fields are given by name, as in ratio=0.5, and a MergeConfig as config"
+        )
     if name in _PRESETS:
         return _PRESETS[name]
     path = Path(name)

@@ -211,7 +211,7 @@ def picture_size(text: str | None, defaults: CallDefaults, pipe: Any) -> tuple[i
         own = int(latent) * pipe.vae_scale_factor
         return (defaults.size[0], defaults.size[1]) if defaults.size else (own, own)
     width, height = parse_size(text)
-    check_size(width, height, pipe.vae_scale_factor)
+    check_size(denoiser_of(pipe), pipe.vae_scale_factor, width, height)
     return width, height
 
 

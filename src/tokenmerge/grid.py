@@ -176,9 +176,10 @@ def invert_order(order: Tensor) -> Tensor:
 
 
 def _order(grids: tuple[TokenGrid, ...], regions: Regions, size: int) -> tuple[Tensor | None, str]:
-    """Token indices region by region, and a description of the regions."""
+    """Token indices region by region, and what to call the regions after their number."""
+    several = "" if sum(grid.count for grid in grids) == size else "s"
     if regions.kind != "tile":
-        return None, "region" if regions.kind == "whole" else f"stripes of {size}"
+        return None, "region" if regions.kind == "whole" else f"stripe{several} of {size}"
     shapes = {_tile_shape(grid, regions, size) for grid in grids}
     shape = shapes.pop() if len(shapes) == 1 else None
     parts, offset = [], 0
@@ -186,7 +187,7 @@ def _order(grids: tuple[TokenGrid, ...], regions: Regions, size: int) -> tuple[T
         part = _rectangles(grid, shape) if shape else _sweep(grid, regions, size)
         parts.append(part + offset)
         offset += grid.count
-    how = f"tiles of {shape[0]}x{shape[1]}" if shape else f"ragged tiles of {size}"
+    how = f"tile{several} of {shape[0]}x{shape[1]}" if shape else f"ragged tile{several} of {size}"
     return torch.cat(parts), how
 
 

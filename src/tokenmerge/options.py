@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -11,6 +12,12 @@ from .config import MergeConfig, Schedule, TokenMergeError
 
 # What --compile makes fast; the first, as far as the device can, where it names nothing.
 COMPILE_WAYS = ("both", "blocks", "graphs")
+# What lists are of, by the type of their items, and an example.
+_ITEMS = {int: ("whole numbers", "0,1,2"), float: ("numbers", "0.25,0.5")}
+
+
+class Unreadable(ArgumentTypeError, ValueError):
+    """A text that is not of its type. argparse shows its message, and of other errors only the name of a function."""
 
 
 def config_fields() -> dict[str, Any]:
@@ -29,9 +36,13 @@ def parse_as(hint: Any) -> Any:
         item, *others = get_args(choices[0])
 
         def parse(text: str) -> tuple[Any, ...]:
-            parts = tuple(item(part) for part in text.split(","))
+            try:
+                parts = tuple(item(part) for part in text.split(","))
+            except ValueError as error:
+                words, example = _ITEMS[item]
+                raise Unreadable(f"{text!r} is no list of {words}, as in {example}") from error
             if others != [...] and len(parts) != 1 + len(others):
-                raise ValueError(f"{1 + len(others)} values are needed")
+                raise Unreadable(f"{text!r} has {len(parts)}, and {1 + len(others)} values are needed")
             return parts
 
         return parse
@@ -61,9 +72,12 @@ def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]
 
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
-        raise ValueError("write true or false")
+        raise Unreadable(f"{text!r} is not understood; write true or false")
     return text == "true"
 
 
 def _number(text: str) -> int | float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError as error:
+        raise Unreadable(f"{text!r} is no number") from error

@@ -135,6 +135,9 @@ class Plan:
             ]
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
             lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config.schedule)}"
+            if self.merged_sites and self.saved <= self.spent:
+                more = " or anchor_every" if self.config.schedule.anchor_every else ""
+                lines.append(f"By this count the model would be slower merged than unmerged; raise the ratio{more}.")
         reasons = skip_reasons(self.sites)
         if reasons:
             lines += ["", "Not merged:", *(f"  {count} x {reason}" for reason, count in reasons.items())]
@@ -223,10 +226,14 @@ def _skipped_blocks(blocks: list[Block], config: MergeConfig) -> dict[str, str]:
             if config.levels is not None and 2**block.level not in config.levels:
                 reasons[block.name] = f"{group} is not among levels {config.levels}"
             elif place < first:
-                reasons[block.name] = f"one of the first {first} blocks of {group} (skip_first)"
+                reasons[block.name] = f"{_among('first', first)} of {group} (skip_first)"
             elif place >= len(members) - last:
-                reasons[block.name] = f"one of the last {last} blocks of {group} (skip_last)"
+                reasons[block.name] = f"{_among('last', last)} of {group} (skip_last)"
     return reasons
+
+
+def _among(which: str, count: int) -> str:
+    return f"the {which} block" if count == 1 else f"one of the {which} {count} blocks"
 
 
 def _number(skip: int | float, members: int) -> int:

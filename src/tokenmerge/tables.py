@@ -1,4 +1,4 @@
-"""Tables for people: plain text, and Markdown."""
+"""Tables for people: plain text, and Markdown; and counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["-" * width for width in widths], *rows]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def counted(count: int, noun: str, several: str = "") -> str:
+    """So many of a noun, whose plural is `several` where it is not formed by an s."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -59,6 +59,7 @@ class Family:
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
+    unit: Callable[[Any, int], int]  # pixels that its pipelines want sides in multiples of, from pixels per latent
     example: Callable[[Any, int, int, int], dict[str, Any]]  # random arguments for a batch of height x width latents
     shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
     span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks

@@ -95,6 +95,7 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    unit=lambda transformer, scale: 2 * scale,
     example=_example,
     shared=True,
     span_breakers=(Argument("controlnet_block_samples", 8), Argument("controlnet_single_block_samples", 9)),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from ..config import TokenMergeError
-from . import denoiser_of, families
+from . import denoiser_of, families, family_of
 from .sizes import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
 _BUNDLED = Path(__file__).parent.parent / "models"
 # Beside a model's weights: how its pipeline wants to be called.
 _CALL_FILE = "tokenmerge.json"
+# What a denoiser is made from without its weights.
+_CONFIG_FILES = ("model_index.json", "config.json", "vae/config.json", *(f"{part}/config.json" for part in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     place = _place(model)
+    if not Path(place).is_dir():
+        # Asked first, since what diffusers tells of names that nobody has is long.
+        _from_hub(model, ("model_index.json",))
     try:
         with warnings.catch_warnings():
             # Newer versions prefer another name for it, which older ones ignore.
@@ -63,7 +70,7 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
         raise TokenMergeError(
             f"{model!r} cannot be loaded ({first_line}); give a bundled name ({names}), a diffusers folder or a hub id"
         ) from error
-    values = _read_json(place, _CALL_FILE) if Path(place).is_dir() else None
+    values = _read_json(Path(place), _CALL_FILE)
     defaults = CallDefaults(**values) if values else CallDefaults()
     return pipe.to(device), defaults
 
@@ -85,11 +92,15 @@ def load_denoiser(model: str, dtype: str | None, device: torch.device) -> tuple[
         torch.set_default_dtype(before)
 
 
-def check_size(width: int, height: int, unit: int) -> None:
-    """Refuse pictures whose sides, in pixels, are no multiples of `unit`, or too few for anything to merge."""
-    if min(width, height) < 4 * unit or width % unit or height % unit:
+def check_size(denoiser: nn.Module, scale: int, width: int, height: int) -> None:
+    """Refuse pictures whose sides, in pixels, a pipeline would refuse or change, or that have too few tokens for any to
+    merge. scale: pixels to a latent."""
+    unit = family_of(denoiser).unit(denoiser, scale)
+    least = max(4 * scale, unit)
+    if min(width, height) < least or width % unit or height % unit:
+        near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
         raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {4 * unit}"
+            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {least}: try {near}"
         )
 
 
@@ -108,20 +119,21 @@ def empty_denoiser(model: str) -> tuple[nn.Module, int]:
     if model in RANDOM_MODELS:
         with torch.device("meta"):
             return _from_config(RANDOM_MODELS[model][0], model), 8
-    model = _place(model)
-    index = _read_json(model, "model_index.json")
+    place = Path(_place(model))
+    folder = place if place.is_dir() else _from_hub(model, _CONFIG_FILES)
+    index = _read_json(folder, "model_index.json")
     part = next((name for name in _PARTS if index and name in index), None)
     if index and part is None:
         raise TokenMergeError(
             f"{model!r} is a {index.get('_class_name')} without a unet or transformer; give another model"
         )
-    config = _read_json(model, f"{part}/config.json" if part else "config.json")
+    config = _read_json(folder, f"{part}/config.json" if part else "config.json")
     if config is None:
         raise TokenMergeError(
             f"{model!r} has no {f'{part}/config.json' if part else 'model_index.json or config.json'}; "
             "give a diffusers folder or a hub id that has it"
         )
-    vae = _read_json(model, "vae/config.json") if index else None
+    vae = _read_json(folder, "vae/config.json") if index else None
     scale = 2 ** (len(vae["block_out_channels"]) - 1) if vae and "block_out_channels" in vae else 8
     with torch.device("meta"):
         return _from_config(config, model), scale
@@ -136,28 +148,33 @@ def _from_config(config: dict[str, Any], model: str) -> nn.Module:
     raise TokenMergeError(f"{model!r} has a {config.get('_class_name')}; supported denoisers are {supported}")
 
 
-def _read_json(model: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a folder or a hub repository; None if it is not there."""
-    path = Path(model) / name if Path(model).is_dir() else _from_hub(model, name)
-    if path is None or not path.is_file():
+def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """A JSON file of a folder; None if it is not there."""
+    path = folder / name
+    if not path.is_file():
         return None
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
-def _from_hub(repository: str, name: str) -> Path | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def _from_hub(model: str, files: Sequence[str]) -> Path:
+    """The folder of a model in the hub's cache, with those of `files` that it has, fetched if need be."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name))
+        # Unlike the download of single files it tries once: a hub that cannot be reached is told of at once.
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except LocalEntryNotFoundError as error:
-        raise TokenMergeError(
-            f"{repository!r} is not a folder here, and the hub cannot be reached for it; check the path or the network"
-        ) from error
-    except EntryNotFoundError:
-        return None
+        raise _unknown(model, "the hub cannot be reached for it") from error
     except (HFValidationError, HfHubHTTPError) as error:
-        raise TokenMergeError(
-            f"{repository!r} is neither a folder nor a readable repository of the hub; check its name, or log in"
-        ) from error
+        raise _unknown(model, "the hub has no model of that name that you may read") from error
+
+
+def _unknown(model: str, why: str) -> TokenMergeError:
+    names = bundled_models()
+    near = get_close_matches(model, names, n=1)
+    way = f"did you mean {near[0]!r}?" if near else "give one of those, a diffusers folder or a hub id"
+    return TokenMergeError(
+        f"model {model!r} is not bundled ({', '.join(names)} are), it is no folder here, and {why}; {way}"
+    )

@@ -66,6 +66,7 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    unit=lambda transformer, scale: transformer.config.patch_size * scale,
     example=_example,
     span_breakers=(Argument("block_controlnet_hidden_states", 4), Argument("skip_layers", 7)),
     attention_kwargs=Argument("joint_attention_kwargs", 5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ FAMILY = Family(
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
+    # Whatever their decoder is, the pipelines refuse other sides than multiples of 8.
+    unit=lambda unet, scale: math.lcm(8, scale),
     example=_example,
     masks=(Argument("attention_mask", 5),),
     attention_kwargs=Argument("cross_attention_kwargs", 6),

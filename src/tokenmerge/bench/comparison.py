@@ -121,7 +121,7 @@ def _check(
     denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, width: int, height: int, scale: int
 ) -> None:
     """Refuse what the model cannot do at a size before anything is timed: every phase of every candidate runs once."""
-    check_size(width, height, scale * _patch(denoiser))
+    check_size(denoiser, scale, width, height)
     batch = min(task.batches)
     arguments = _arguments(denoiser, batch, width, height, scale)
     for candidate in candidates:
@@ -143,12 +143,6 @@ def _check(
             raise TokenMergeError(f"{candidate.label} is refused at {width}x{height}: {error}") from error
         finally:
             api.remove(denoiser)
-
-
-def _patch(denoiser: nn.Module) -> int:
-    """Latents to a side of the smallest token."""
-    latents = 64
-    return latents // family_of(denoiser).plan_call(denoiser, latents, latents).height
 
 
 def _too_large(task: Task, width: int, height: int, batch: int) -> TokenMergeError:

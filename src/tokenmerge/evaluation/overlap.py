@@ -49,7 +49,7 @@ def measure_overlap(
         for (block, step), found in shares.items()
     ]
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
-    _plot(records, interval, config, out / "figure.png")
+    save_plot(_draw(records, interval, config), out / "figure.png")
     return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
 
 
@@ -97,8 +97,9 @@ class _Selector:
         return share.item(), layout.select_count / layout.select_size
 
 
-def _plot(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig, path: Path) -> None:
+def _draw(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig) -> Any:
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
 
     drawn, axes = new_plot(8.6)
     blocks = list(dict.fromkeys(record["block"] for record in records))
@@ -112,10 +113,12 @@ def _plot(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig,
             axes.plot(steps, heights, color=colour, linewidth=1.2, marker=".", label=label)
     axes.axhline(records[0]["chance"], color="#777777", linestyle="--", linewidth=1, label="by chance")
     axes.set_ylim(0, 1.02)
+    # There are no half steps.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
     axes.set_ylabel("share of the same destinations")
     title = f"Do destinations stay? {config.selection} in {config.regions}, ratio {config.ratio:g}"
     axes.set_title(title, fontsize=10, loc="left")
     columns = 1 + len(blocks) // 24
     axes.legend(fontsize=6, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns)
-    save_plot(drawn, path)
+    return drawn

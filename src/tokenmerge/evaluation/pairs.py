@@ -15,7 +15,7 @@ from ..generate import best_device
 from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
-from ..tables import table
+from ..tables import counted, table
 from .folder import finite, read_picture
 from .table import figure
 
@@ -30,6 +30,7 @@ class Comparison:
     pictures: dict[str, dict[str, float]]
     missing: tuple[str, ...]
     counts: tuple[int, int]
+    by_prompt: bool  # whether intervals take the pictures of a prompt together
 
     def to_dict(self) -> Any:
         return finite(
@@ -38,6 +39,7 @@ class Comparison:
                 "metrics": {
                     name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
                 },
+                "intervals_over": "prompts" if self.by_prompt else "pictures",
                 "pictures": self.pictures,
                 "missing": list(self.missing),
             }
@@ -50,8 +52,18 @@ class Comparison:
             better = "higher" if metric.higher_is_better else "lower"
             rows.append([metric.title, figure(metric, value), better, metric.meaning])
         text = table(["metric", "value", "better", "meaning"], rows)
-        text += f"\n\n{self.counts[1]} pictures against {self.counts[0]}; +- is the 95 % interval of confidence."
-        return "\n".join([text, *self.missing])
+        text += f"\n\n{counted(self.counts[1], 'picture')} against {self.counts[0]}"
+        if any(value.interval is not None for value in self.estimates.values()):
+            text += f"; +- is the 95 % interval of confidence, which {self._evidence()}"
+        return "\n".join([f"{text}.", *self.missing])
+
+    def _evidence(self) -> str:
+        """What intervals take for independent."""
+        if self.by_prompt:
+            return "takes the pictures of a prompt together"
+        return (
+            "counts every picture as independent; if some are of one prompt, give --prompts with one for each picture"
+        )
 
 
 def compare_folders(
@@ -66,7 +78,8 @@ def compare_folders(
 ) -> Comparison:
     """`test` against `reference`, paired by file name without ending; for metrics of sets alone pairs are not needed.
 
-    prompts: for the CLIP score, one for each picture of `test` in the order of their names.
+    prompts: one for each picture of `test` in the order of their names, for the CLIP score and for intervals, which
+    take the pictures of a prompt together. Without them every picture counts as independent.
     """
     place = best_device(device)
     torch.set_num_threads(threads)
@@ -88,14 +101,21 @@ def compare_folders(
         if choice.of_kind("set"):
             sets["test"].append(meter.features(shown))
     estimates = {}
+    groups: dict[Any, list[str]] = {}
+    for path, prompt in zip(tests, prompts or tests, strict=True):
+        groups.setdefault(prompt, []).append(path.name)
     for metric in choice.metrics:
         if metric.kind != "set":
-            estimates[metric.name] = estimate([[kept[metric.name]] for kept in values.values()])
+            estimates[metric.name] = estimate(
+                [[values[name][metric.name] for name in names] for names in groups.values()]
+            )
     if choice.of_kind("set"):
         features = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
         for metric in choice.of_kind("set"):
             estimates[metric.name] = Estimate(meter.of_sets(metric, features, torch.stack(sets["test"])))
-    return Comparison(estimates, values, tuple(choice.missing_lines()), (len(originals), len(tests)))
+    return Comparison(
+        estimates, values, tuple(choice.missing_lines()), (len(originals), len(tests)), prompts is not None
+    )
 
 
 def list_pictures(folder: Path) -> list[Path]:
@@ -119,7 +139,9 @@ def _objections(originals: Sequence[Path], tests: Sequence[Path], prompts: Seque
     if prompts is None:
         reasons["text"] = "it needs --prompts FILE, with one for each picture in the order of their names"
     elif len(prompts) != len(tests):
-        raise TokenMergeError(f"there are {len(prompts)} prompts for {len(tests)} pictures; give one for each")
+        raise TokenMergeError(
+            f"{counted(len(prompts), 'prompt')} for {counted(len(tests), 'picture')}; give one for each"
+        )
     if min(len(originals), len(tests)) < 2:
         reasons["set"] = "it needs two pictures or more in each folder"
     return reasons

@@ -15,11 +15,15 @@ from .configurations import BASELINE
 from .results import Results, Row
 from .table import conditions
 
-# Told apart by people who see colours differently (Okabe and Ito), and by their markers in print. Eight and seven, so
-# that no pair of them comes twice.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
-_MARKERS = "osD^vPX"
+# The first eight are told apart by people who see colours differently (Okabe and Ito); the others are far from those
+# and from each other.
+_FIRST = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
+_COLOURS = (*_FIRST, "#80001A", "#5A49F2", "#658026", "#C200F2", "#CCA770", "#0032A6", "#800073", "#004D40")
+# In print too: as many markers as half of the colours, filled for the first half and hollow for the second.
+_MARKERS = "osD^vPX*"
 _LINES = ("-", "--", ":")
+# Where a number may stand beside its point, the best place first: points across, points up, alignment.
+_PLACES = ((6, 5, "left"), (6, -12, "left"), (-6, 5, "right"), (-6, -12, "right"))
 _HEADING: dict[str, Any] = {"fontsize": 10, "x": 0.01, "ha": "left"}
 # A longer legend would hide points, and goes beside the plot.
 _MOST_INSIDE = 5
@@ -38,21 +42,23 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
     """One plot for each metric that some configuration beside the baseline has a figure of."""
     # In the order that they were asked for.
     series = {row.configuration.series: None for row in results.rows[1:]}
-    styles: dict[str, dict[str, Any]] = {
-        name: {
-            "color": _COLOURS[place % len(_COLOURS)],
-            "marker": _MARKERS[place % len(_MARKERS)],
-            "linestyle": _LINES[place // len(_COLOURS) % len(_LINES)],
-        }
-        for place, name in enumerate(series)
-    }
+    styles = {name: series_style(place) for place, name in enumerate(series)}
     paths = []
     for metric in results.metrics:
         if any(_point(row, metric) for row in results.rows[1:]):
             path = folder / f"{metric.name}.png"
-            _write_plot(results, metric, styles, path)
+            save_plot(_draw(results, metric, styles), path)
             paths.append(path)
     return paths
+
+
+def series_style(place: int) -> dict[str, Any]:
+    """How the series at a place is drawn; no two of 128 are the same."""
+    colour, turn = _COLOURS[place % len(_COLOURS)], place // len(_MARKERS)
+    # Every turn over all colours begins with another marker.
+    marker = _MARKERS[(place + place // len(_COLOURS)) % len(_MARKERS)]
+    filled = colour if turn % 2 == 0 else "white"
+    return {"color": colour, "marker": marker, "markerfacecolor": filled, "linestyle": _LINES[turn % len(_LINES)]}
 
 
 def new_plot(width: float = 6.4) -> tuple[Any, Any]:
@@ -73,12 +79,14 @@ def save_plot(drawn: Any, path: Path) -> None:
     write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
 
 
-def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, Any]], path: Path) -> None:
+def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -> Any:
+    """The figure of a metric."""
     crowded = len(styles) > _MOST_INSIDE
     drawn, axes = new_plot(8.6 if crowded else 6.4)
     timed = all(row.denoiser_seconds for row in results.rows)
     several = len({row.configuration.knobs for row in results.rows[1:]}) > 1
     entries = dict(zip(styles, _entries(list(styles)), strict=True))
+    numbers = []
     for name, style in styles.items():
         rows = [row for row in results.rows[1:] if row.configuration.series == name and _point(row, metric)]
         rows.sort(key=lambda row: row.configuration.knobs)
@@ -90,14 +98,9 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
         axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
         for row, x, y in zip(rows, across, up, strict=True):
             if timed and several:
-                axes.annotate(
-                    ", ".join(f"{knob:g}" for knob in row.configuration.knobs),
-                    (x, y),
-                    textcoords="offset points",
-                    xytext=(6, 5),
-                    fontsize=8,
-                    color=style["color"],
-                )
+                told = ", ".join(f"{knob:g}" for knob in row.configuration.knobs)
+                place = {"textcoords": "offset points", "xytext": _PLACES[0][:2]}
+                numbers.append(axes.annotate(told, (x, y), **place, fontsize=8, color=style["color"]))
     _mark_baseline(axes, results, metric, timed)
     axes.set_ylim(*_limits(results, metric))
     batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
@@ -109,8 +112,30 @@ def _write_plot(results: Results, metric: Metric, styles: dict[str, dict[str, An
     drawn.suptitle("; ".join([f"{metric.title}: {metric.meaning}", *_told(results, timed and several)]), **_HEADING)
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
-    save_plot(drawn, path)
+    legend = axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
+    _spread(drawn, axes, numbers, legend)
+    return drawn
+
+
+def _spread(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
+    """Move numbers away from points, the legend and each other; those that find no place are left out."""
+    from matplotlib.transforms import Bbox
+
+    # What lies where is known once the plot is laid out.
+    drawn.draw_without_rendering()
+    points = axes.transData.transform([number.xy for number in numbers]) if numbers else []
+    # As large as half a marker, so that a number may touch its own point.
+    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in points]
+    taken.append(legend.get_window_extent())
+    for number in numbers:
+        for across, up, alignment in _PLACES:
+            number.set(position=(across, up), horizontalalignment=alignment)
+            box = number.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+        else:
+            number.set_visible(False)
 
 
 def _told(results: Results, numbered: bool) -> list[str]:

@@ -8,7 +8,7 @@ import io
 from ..generate import saves_nothing
 from ..quality.metrics import Metric
 from ..quality.statistics import Estimate
-from ..tables import table
+from ..tables import counted, table
 from .results import Results
 
 # By what --compile came to.
@@ -25,8 +25,10 @@ def figure(metric: Metric, value: Estimate | None) -> str:
 
 
 def plain(results: Results) -> str:
-    """For the terminal."""
-    return "\n".join([table(*cells(results)), "", *notes(results), "", str(results.folder.root / "report.html")])
+    """For the terminal, which was told what is missing when the evaluation began."""
+    return "\n".join(
+        [table(*cells(results)), "", *_circumstances(results), "", str(results.folder.root / "report.html")]
+    )
 
 
 def markdown(results: Results) -> str:
@@ -47,14 +49,19 @@ def conditions(results: Results) -> str:
     width, height = settings["size"]
     prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
     return (
-        f"{settings['model']}, {width}x{height} pixels, {settings['steps']} steps, {settings['dtype']}"
-        f"{f', {_COMPILED[way]}' if way else ''}; {prompts} prompts x {seeds} seeds; "
+        f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}, {settings['dtype']}"
+        f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')} x {counted(seeds, 'seed')}; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
 
 
 def notes(results: Results) -> list[str]:
     """How the figures were made, and which are missing."""
+    return _circumstances(results) + [f"{line}." for line in results.choice.missing_lines()]
+
+
+def _circumstances(results: Results) -> list[str]:
+    """How the figures were made."""
     timing, pictures = results.rows[0].timing, len(results.samples)
     lines = [
         f"{conditions(results)}.",
@@ -62,22 +69,22 @@ def notes(results: Results) -> list[str]:
     ]
     if timing:
         lines.append(
-            f"Seconds per picture, of whole calls and of the denoiser in them: medians over {len(timing['seconds'])} "
-            f"timed batches of {timing['batch']}, all configurations in turn, each batch after one that does not count."
+            "Seconds per picture, of whole calls and of the denoiser in them: medians over "
+            f"{counted(len(timing['seconds']), 'timed batch', 'timed batches')} of {timing['batch']}, all "
+            "configurations in turn, each batch after one that does not count."
         )
     if results.settings["compile"] and results.settings["caches"]:
         lines.append("With a cache, calls of the denoiser run as they are: no CUDA graph replays them.")
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
-        against = f"the {count} pictures of the reference folder" if count else "the unmerged pictures"
+        against = f"the {counted(count, 'picture')} of the reference folder" if count else "the unmerged pictures"
         lines.append(
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
     idle = [saves_nothing(row.configuration.label, row.modes) for row in results.rows]
     lines += [note for note in idle if note]
-    lines += [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
-    return lines + [f"{line}." for line in results.choice.missing_lines()]
+    return lines + [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
 
 
 def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[str]]]:

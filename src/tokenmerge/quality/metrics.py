@@ -75,8 +75,14 @@ class Choice:
         return replace(self, metrics=kept, missing={**self.missing, **left_out})
 
     def missing_lines(self) -> list[str]:
-        """One line for each metric that is missing."""
-        return [f"{BY_NAME[name].title} is missing: {reason}" for name, reason in self.missing.items()]
+        """One line for each reason that metrics are missing for."""
+        titles: dict[str, list[str]] = {}
+        for name, reason in self.missing.items():
+            titles.setdefault(reason, []).append(BY_NAME[name].title)
+        return [
+            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing: {reason}"
+            for reason, names in titles.items()
+        ]
 
 
 def choose_metrics(names: Sequence[str] | None, sources: Sources) -> Choice:
