@@ -296,7 +296,7 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--modes", "graph", "--device", "cpu"], "needs a CUDA device"),
         (["--sizes", "64"], "write width x height"),
         (["--presets", "none-such"], "none-such"),
-        (["--model", "no/such/folder/at-all"], "cannot be loaded"),
+        (["--model", "no/such/folder/at-all"], "is not bundled (tiny-flux, tiny-sdxl are)"),
         (["--steps", "0"], "--steps is 0; it must be 1 or more"),
         (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
         (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
@@ -306,11 +306,11 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--settle", "inf"], "--settle is inf"),
         (["--settle", "nan"], "--settle is nan"),
         (["--batches", "1,0"], "--batches are [1, 0]; give numbers from 1"),
-        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 32"),
+        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 16"),
         # A whole number of latents, but not of tokens.
         (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
         (["--sizes", "0x0"], "0x0 pixels cannot be made"),
-        (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 4, from 16"),
+        (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
         # What only a candidate, or only a size, is refused for.
         (["--presets", "default,todo", "--ratios", "0.75"], "todo 0.75 is refused at 64x64: method 'todo'"),
         (["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--levels", "4"], "is refused at 16x16: at this size"),

@@ -758,7 +758,7 @@ def test_numbers_in_a_plot_do_not_overlap() -> None:
     rows = []
     for place, item in enumerate(made):
         timing = {"denoiser_seconds": 1 + 0.01 * (place % 5), "batch": 1}
-        rows.append(Row(item, {"mse": Estimate(100.0 + place % 7, 3.0)}, timing))
+        rows.append(Row(item, {"mse": Estimate(100.0 + place % 7, 3.0)}, timing, {}))
     settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
     settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
     # What a plot does not need is not there.
