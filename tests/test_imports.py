@@ -28,7 +28,7 @@ LAYERS = [
     ["state"],
     ["anchors"],
     ["groups"],
-    ["watch", "tables", "pictures", "gaps", "calls", "clock"],
+    ["slots", "watch", "tables", "pictures", "gaps", "calls", "clock"],
     ["methods"],
     ["mergemap", "clustermap"],
     ["ops"],

@@ -12,7 +12,8 @@ from .calls import DenoiserCall
 from .clock import Clock
 from .config import MergeConfig
 from .gaps import Gap, GapMemory, GapSize
-from .groups import MAX_CALLS, MergeGroup
+from .groups import MergeGroup
+from .slots import MAX_CALLS
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""MergeGroup: layers that share a map, its tensors for every size of image, and what a call must renew in them."""
+"""MergeGroup: layers that share a map, and what a call must renew in it."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +12,14 @@ from torch import Tensor
 
 from .calls import DenoiserCall, grid_at_level
 from .clock import Clock
-from .clustermap import ClusterMap
 from .config import MergeConfig
 from .grid import Partition, TokenGrid
-from .mergemap import MergeMap
 from .methods import Given, Method
 from .ops import backend_for
+from .slots import MAX_CALLS, Record, Slot
 
-# Denoiser calls within one step that keep maps of their own (guidance makes two or three). Later ones select anew.
-MAX_CALLS = 4
 # Sizes of image whose maps stay allocated.
 _MAX_SIZES = 4
-
-
-@dataclass
-class _Record:
-    """When the maps of one call of the step were made."""
-
-    image: int
-    selected: int | None = None
-    weighed: int | None = None
-    rotary: bool = False  # whether the rotary tables follow the selection
-    coverages: list[float] | None = None  # of the selection, once they have been read from the device
 
 
 @dataclass
@@ -41,64 +27,12 @@ class _Due:
     """What one denoiser call must renew before its layers read the maps. The first layer to run does it: a cache may
     skip them all."""
 
-    record: _Record
+    record: Record
     step: int
     phase: str
     maps_done: int = 0  # how often: every block may need a map of its own
     rotary_done: int = 0
     settled: bool = False
-
-
-@dataclass
-class _History:
-    """Whose maps a slot's tensors hold, and the maps of the other calls of a step."""
-
-    resident: int | None = None
-    records: dict[int, _Record] = field(default_factory=dict)
-    saved: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def bring_in(self, call: int, tensors: list[Tensor]) -> None:
-        """Swap `tensors` so that they hold the maps of `call`, keeping those they held."""
-        if self.resident == call:
-            return
-        if self.resident is not None and self.resident < MAX_CALLS:
-            self.saved[self.resident] = [tensor.clone() for tensor in tensors]
-        for tensor, kept in zip(tensors, self.saved.pop(call, ()), strict=False):
-            tensor.copy_(kept)
-        self.resident = call
-
-    def record(self, call: int, image: int) -> _Record:
-        known = self.records.get(call)
-        if known is None or known.image != image or call == MAX_CALLS:
-            return self.new_record(call, image)
-        return known
-
-    def new_record(self, call: int, image: int) -> _Record:
-        """Forget what `call` had."""
-        self.records[call] = _Record(image)
-        return self.records[call]
-
-
-@dataclass
-class Slot:
-    """The tensors that the layers of a group read for one size of image."""
-
-    map: MergeMap | ClusterMap
-    rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
-    # fp32 [buckets], where a target chooses the ratio; written by a selection, from the ratio of this slot on.
-    coverages: Tensor | None = None
-    history: _History = field(default_factory=_History)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that belongs to one call of a step."""
-        measured = [] if self.coverages is None else [self.coverages]
-        return [*self.map.tensors, *self.rotary, *measured]
-
-    @property
-    def merges(self) -> bool:
-        """Whether any token is removed at this size."""
-        return self.map.merged_count < self.map.token_count
 
 
 class MergeGroup:
@@ -156,7 +90,7 @@ class MergeGroup:
         # Early steps are the most sensitive, and a selection at the smallest ratio measures what all others cover.
         return self._chosen.setdefault((turn, call.size), self._wish.buckets[0])
 
-    def _choose_ratio(self, slot: Slot, record: _Record, turn: int, call: DenoiserCall) -> _Record:
+    def _choose_ratio(self, slot: Slot, record: Record, turn: int, call: DenoiserCall) -> Record:
         """Go over to the ratio that the last selection calls for, in whose slot the next one will be made."""
         assert slot.coverages is not None
         if record.coverages is None:
@@ -184,7 +118,7 @@ class MergeGroup:
             slot.history.bring_in(turn, slot.tensors)
         return slot
 
-    def _phase(self, record: _Record, step: int, *, anchor: bool) -> str:
+    def _phase(self, record: Record, step: int, *, anchor: bool) -> str:
         if self._method.PER_BLOCK:
             return "select"
         if record.selected is not None and not self._method.REFRESHES:

@@ -27,7 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .config import TokenMergeError
 from .gaps import Gap, GapMemory
-from .groups import MergeGroup, Slot, refresh
+from .groups import MergeGroup, refresh
+from .slots import Slot
 from .state import MergeState
 
 # Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is

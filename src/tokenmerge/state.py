@@ -20,8 +20,9 @@ from .calls import DenoiserCall, grid_at_level, grids_of_ids
 from .clock import Clock
 from .config import MergeConfig, TokenMergeError
 from .grid import TokenGrid
-from .groups import MAX_CALLS, MergeGroup
+from .groups import MergeGroup
 from .methods import Method, method_for
+from .slots import MAX_CALLS
 from .watch import watch
 
 # Where `apply` keeps its record, on the denoiser itself so that both live and die together.
