@@ -366,6 +366,21 @@ def test_steps_too_few_to_merge_are_told(networks: Path, tmp_path: Path) -> None
     assert told in (tmp_path / "table.md").read_text()
 
 
+def test_calls_that_no_graph_replays_are_told(networks: Path, tmp_path: Path) -> None:
+    small = task(networks, steps=1, seeds=(0,), metrics=("mse",), repeats=1)
+    results = evaluate(replace(small, configurations=("tomesd",), prompts=PROMPTS[:1]), tmp_path)
+    assert results is not None
+    assert not any("CUDA graph" in note for note in table.notes(results))
+    plain, merged = results.rows
+    # As where calls are to be recorded, and those of one configuration are not.
+    rows = (
+        replace(plain, timing={**plain.timing, "graphs": 3}),
+        replace(merged, timing={**merged.timing, "graphs": 0}),
+    )
+    (told,) = [note for note in table.notes(replace(results, rows=rows)) if "CUDA graph" in note]
+    assert "as they are, with tomesd: " in told
+
+
 def write_photographs(folder: Path, seed: int) -> Path:
     """Three, of the same names for every seed."""
     generator = torch.Generator().manual_seed(seed)

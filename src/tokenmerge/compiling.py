@@ -104,6 +104,12 @@ def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
     return record.graphs.refusals if record is not None and record.graphs is not None else ()
 
 
+def recordings(denoiser: nn.Module) -> int | None:
+    """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
+    record = vars(denoiser).get(_COMPILED)
+    return record.graphs.recordings if record is not None and record.graphs is not None else None
+
+
 def compiled_state(denoiser: nn.Module) -> str:
     """What `compile` has done to a denoiser, for people."""
     return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))

@@ -133,5 +133,6 @@ def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[
         "denoiser_seconds": median(denoiser),
         "batch": laps[0]["batch"],
         "peak_memory": max(memory, default=None),
+        "graphs": laps[-1]["graphs"],
         "tokens": laps[0]["tokens"],
     }

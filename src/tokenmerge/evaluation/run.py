@@ -21,7 +21,7 @@ from .. import api
 from ..adapters import denoiser_of, family_of
 from ..adapters.caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
 from ..adapters.loading import dtype_on, load_pipeline
-from ..compiling import check_cacheable, compile_as, uncompile, warm_ups, way_on
+from ..compiling import check_cacheable, compile_as, recordings, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
 from ..files import digest_of, write_text
 from ..generate import Request, best_device, draw, picture_size, step_modes, token_counts
@@ -232,6 +232,7 @@ class Evaluation:
             "denoiser_seconds": sum(watch.milliseconds()) / 1e3 / batch,
             "batch": batch,
             "peak_memory": peak_memory(self._device),
+            "graphs": recordings(denoiser_of(self._pipe)),
             "tokens": token_counts(self._pipe),
         }
 

@@ -73,8 +73,12 @@ def _circumstances(results: Results) -> list[str]:
             f"{counted(len(timing['seconds']), 'timed batch', 'timed batches')} of {timing['batch']}, all "
             "configurations in turn, each batch after one that does not count."
         )
-    if results.settings["compile"] and results.settings["caches"]:
-        lines.append("With a cache, calls of the denoiser run as they are: no CUDA graph replays them.")
+    launched = [row.configuration.label for row in results.rows if row.timing and row.timing["graphs"] == 0]
+    if launched:
+        lines.append(
+            f"No call could be recorded as a CUDA graph, and all ran as they are, with {', '.join(launched)}: a cache "
+            "decides, or maps are drawn, with the help of the host."
+        )
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
         against = f"the {counted(count, 'picture')} of the reference folder" if count else "the unmerged pictures"
