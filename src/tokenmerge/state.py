@@ -92,14 +92,14 @@ class MergeState:
             group.enter(call, mode=self.mode)
         self.anchors.enter(call, self.mode)
         ratios = {group.ratio for group in self.groups}
-        if any(ratios) and not any(group.slot and group.slot.merges for group in self.groups):
+        merges = any(group.slot and group.slot.merges for group in self.groups)
+        if any(ratios) and not merges:
             raise TokenMergeError(
                 f"at this size ratio {max(ratios)} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
         self._begun = self.clock.image
         # Guidance may take several calls to a step.
-        merges = any(group.slot and group.slot.merges for group in self.groups)
         self.steps[self.mode if merges else "full"] += self.clock.call == 0
 
     def leave(self) -> None:
@@ -119,7 +119,8 @@ class MergeState:
             # Not at every call, since reading timesteps waits for the device.
             raise TokenMergeError(
                 f"{MAX_CALLS + 1} calls came without a step of the scheduler that merging follows, and at different "
-                "timesteps: another scheduler drives this denoiser; apply to the pipeline that runs, or give scheduler="
+                "timesteps: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, or "
+                "apply to the denoiser alone, with start=0 and anchor_every=0"
             )
 
     def _see_grids(self, call: DenoiserCall, begins: bool) -> None:
