@@ -146,6 +146,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
         axes.axvline(speed(yardstick), color="#777777", linestyle="--", linewidth=1, label=f"time of {YARDSTICK}")
     axes.axvline(1.0, color="#BBBBBB", linewidth=1)
     axes.set_yscale("log")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("speed-up of the denoiser over the unmerged model")
     axes.set_ylabel("LPIPS to the unmerged picture, lower is better")
     axes.set_title(_told(records), fontsize=7, color="#555555", loc="left")
