@@ -179,6 +179,21 @@ def test_gaps_extrapolate_linearly_in_the_noise_level() -> None:
     assert errors["hold"] > 1e-2
 
 
+class OnADevice(Tensor):
+    """Values that a scheduler keeps elsewhere than on the CPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("gap", ["hold", "linear"])
+def test_noise_levels_are_read_where_they_are_needed(gap: str) -> None:
+    """From a device that waits for it."""
+    denoiser, loop = build("sdxl", gap=gap)
+    loop.sigmas = loop.sigmas.as_subclass(OnADevice)
+    loop.set_timesteps()
+    assert denoiser._tokenmerge.state.clock.levels == (loop.sigmas.tolist() if gap == "linear" else [])
+
+
 def test_maps_change_at_anchors_alone() -> None:
     pipe = tokenmerge.apply(
         tiny.build("sdxl"), **{**ANCHORED, "anchor_every": 4}, weights_every=1, destinations_every=5

@@ -229,6 +229,18 @@ def test_compile_refuses_a_denoiser_compiled_as_a_whole(how: str) -> None:
         tokenmerge.compile(pipe)
 
 
+def test_calls_that_are_never_recorded_are_told() -> None:
+    """As of a method that needs the host in every call; on a CPU none is recorded either."""
+    denoiser = tiny.denoiser_of(build("flux"))
+    assert compiling.unrecorded(denoiser) == ()
+    vars(denoiser)[compiling._COMPILED] = compiling._Compiled((), graphs.GraphedForward(denoiser, lambda: None))
+    with torch.inference_mode():
+        denoiser(**family_of(denoiser).example(denoiser, 1, 16, 16))
+    assert compiling.unrecorded(denoiser) == ("all of them need the host",)
+    compiling.uncompile(denoiser)
+    assert compiling.unrecorded(denoiser) == ()
+
+
 def test_graphs_need_a_cuda_device() -> None:
     pipe = build("sdxl")
     with pytest.raises(tokenmerge.TokenMergeError, match="graphs=False"):

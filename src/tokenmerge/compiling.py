@@ -99,9 +99,12 @@ def uncompile(model: Model) -> Model:
 
 
 def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
-    """Why some calls of a denoiser run as they are, though they were to be replayed as CUDA graphs."""
+    """Why calls of a denoiser that has run run as they are, though they were to be replayed as CUDA graphs."""
     record = vars(denoiser).get(_COMPILED)
-    return record.graphs.refusals if record is not None and record.graphs is not None else ()
+    if record is None or record.graphs is None:
+        return ()
+    # A method that draws maps with the help of the host in every call is never recorded, and never fails to be.
+    return record.graphs.refusals or (() if record.graphs.recordings else ("all of them need the host",))
 
 
 def recordings(denoiser: nn.Module) -> int | None:
