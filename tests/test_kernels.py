@@ -31,6 +31,7 @@ from tokenmerge.mergemap import MergeMap
 from tokenmerge.methods import Given, method_for
 from tokenmerge.ops import backend_for, kernels, reference
 from tokenmerge.ops.kernels import merging, rotary, selection, weighing
+from tokenmerge.ops.reference import Rotary
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -431,10 +432,31 @@ def test_gather_rotary(text: int) -> None:
     chosen = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:20].to(DEVICE)
     for given in (tables, [table.t().contiguous().t() for table in tables]):
         results = [[torch.full((text + 20, 12), math.nan, device=DEVICE) for _ in given] for _ in range(2)]
-        kernels.gather_rotary(given, chosen, results[0])
-        reference.gather_rotary(given, chosen, results[1])
+        kernels.gather_rotary(Rotary(given, results[0]), chosen)
+        reference.gather_rotary(Rotary(given, results[1]), chosen)
         for result, expected in zip(*results, strict=True):
             assert torch.equal(result, expected)
+
+
+# Many regions, few, one that the kernel does not take, and tables that it does not.
+@pytest.mark.parametrize(
+    ("regions", "size", "text", "transposed"),
+    [(8, 16, 5, False), (2, 40, 0, False), (1, 264, 7, False), (2, 16, 70, False), (2, 16, 5, True)],
+)
+def test_weigh_fills_rotary_tables(regions: int, size: int, text: int, transposed: bool) -> None:
+    tokens = random(2, regions * size, 12)
+    count = size // 2
+    chosen = reference.select(tokens, None, regions, count, shared=True)
+    tables = [random(text + regions * size, 12, seed=seed) for seed in (0, 1)]
+    if transposed:
+        tables = [table.t().contiguous().t() for table in tables]
+    filled, expected = (
+        [torch.full((text + regions * count, 12), math.nan, device=DEVICE) for _ in tables] for _ in "ab"
+    )
+    results = kernels.weigh(tokens, None, chosen, rotary=Rotary(tables, filled))
+    reference.gather_rotary(Rotary(tables, expected), chosen.flatten())
+    for result, alone in zip([*results, *filled], [*kernels.weigh(tokens, None, chosen), *expected], strict=True):
+        assert torch.equal(result, alone)
 
 
 @pytest.mark.parametrize(
@@ -619,7 +641,10 @@ def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytes
         added = (tokens, merged, tokens) if bfloat else ()
         kernels.unmerge(merged, order, order, weights.transpose(-1, -2), *added)
     kernels.select(torch.zeros(1, 4096, 64, dtype=dtype), None, 1, 1024)
-    kernels.gather_rotary([torch.zeros(512, 128)] * 2, torch.zeros(64, dtype=torch.int64), [torch.zeros(96, 128)] * 2)
+    tables = Rotary([torch.zeros(512, 128)] * 2, [torch.zeros(96, 128)] * 2)
+    chosen = torch.zeros(1, 16, 4, dtype=torch.int64)
+    kernels.gather_rotary(tables, chosen.flatten())
+    kernels.weigh(torch.zeros(2, 480, 192, dtype=dtype), None, chosen[:, :12], rotary=tables)
 
 
 def test_kernels_in_the_interpreter() -> None:

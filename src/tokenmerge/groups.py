@@ -16,6 +16,7 @@ from .config import MergeConfig
 from .grid import Partition, TokenGrid
 from .methods import Given, Method
 from .ops import backend_for
+from .ops.reference import Rotary
 from .slots import MAX_CALLS, Record, Slot
 
 # Sizes of image whose maps stay allocated.
@@ -183,19 +184,24 @@ class MergeGroup:
         again = self._method.PER_BLOCK
         ops, _ = backend_for(self._config.backend, tokens.device)
         merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._config), ops, tensors)
+        gathered = None
+        if tables and (again or not due.rotary_done):
+            due.rotary_done += 1
+            if self._rotary_is_due(due):
+                gathered = Rotary(tables, rotary)
         if again or not due.maps_done:
             due.maps_done += 1
             if due.phase != "reuse":
                 # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
                 with torch.autocast(tokens.device.type, enabled=False):
-                    given = Given(tokens, self.partition, self._config, self._generator, self.shared, ops)
+                    given = Given(tokens, self.partition, self._config, self._generator, self.shared, ops, gathered)
                     self._method.renew(merge_map, due.phase, given)
                     if due.phase == "select":
                         self._measure_coverages(given, merge_map.destinations)
-        if tables and (again or not due.rotary_done):
-            due.rotary_done += 1
-            if self._rotary_is_due(due):
-                ops.gather_rotary(tables, merge_map.destinations[0], rotary)
+                if self._method.GATHERS:
+                    return
+        if gathered is not None:
+            ops.gather_rotary(gathered, merge_map.destinations[0])
 
     def _measure_coverages(self, given: Given, destinations: Tensor) -> None:
         """Keep the coverage that a selection [S, M] has, and those that larger ratios would have."""

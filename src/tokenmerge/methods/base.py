@@ -15,6 +15,7 @@ from ..config import SITES, MergeConfig, TokenMergeError
 from ..grid import Layout, Partition, TokenGrid, layout_for, partition_grids
 from ..mergemap import MergeMap
 from ..ops import reference
+from ..ops.reference import Rotary
 
 Map = TypeVar("Map", MergeMap, ClusterMap)
 
@@ -29,6 +30,7 @@ class Given:
     generator: torch.Generator
     shared: bool  # whether the samples of a batch must have the same destinations
     ops: ModuleType = reference
+    rotary: Rotary | None = None  # tables that a method which GATHERS fills by the way
 
     @property
     def samples(self) -> int:
@@ -41,6 +43,7 @@ class Method(ABC, Generic[Map]):
 
     REFRESHES: ClassVar[bool] = True  # whether maps follow the tokens, or are made once per image and stay
     PER_BLOCK: ClassVar[bool] = False  # whether every block has a map of its own, made from the tokens that enter it
+    GATHERS: ClassVar[bool] = False  # whether it fills rotary tables when it renews a map
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
     SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
     label: str = ""  # what tells the groups of a method apart that differs between layers

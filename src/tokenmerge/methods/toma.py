@@ -13,6 +13,8 @@ from .base import Given, LinearMethod
 
 
 class Toma(LinearMethod):
+    GATHERS = True
+
     def settle(self, config: MergeConfig) -> MergeConfig:
         return config.replace(selection=config.method) if config.method in SELECTIONS else config
 
@@ -40,7 +42,12 @@ class Toma(LinearMethod):
         # Selection regions are listed merging region by merging region, so regrouping is a view.
         grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
         merge, unmerge = ops.weigh(
-            given.tokens, order, grouped, similarity=config.similarity, temperature=config.temperature
+            given.tokens,
+            order,
+            grouped,
+            similarity=config.similarity,
+            temperature=config.temperature,
+            rotary=given.rotary,
         )
         if config.merge == "pick":
             merge = ops.pick_weights(given.tokens, order, grouped)

@@ -9,14 +9,19 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from .. import reference
+from ..reference import Rotary
 from .common import DTYPES, on_device_of
+
+# Rows that a program fills at a time: both tables of a wide head stay in the registers of one warp.
+BLOCK_M = tl.constexpr(16)
 
 
 @triton.jit
-def _gather_rotary_kernel(
+def gather_rows(
+    first,
+    destinations,
     cosines,
     sines,
-    destinations,
     merged_cosines,
     merged_sines,
     text,
@@ -24,11 +29,10 @@ def _gather_rotary_kernel(
     width,
     cosine_n,
     sine_n,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program fills BLOCK_M rows of both tables."""
-    places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Fill rows of both tables of a merged sequence, from `first` on."""
+    places = first + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     held = places < rows
     image = places >= text
@@ -42,24 +46,69 @@ def _gather_rotary_kernel(
     tl.store(merged_sines + targets, sine.to(merged_sines.dtype.element_ty), mask=inside)
 
 
-def gather_rotary(tables: list[Tensor], destinations: Tensor, out: list[Tensor]) -> None:
+@triton.jit
+def _gather_rotary_kernel(
+    destinations,
+    cosines,
+    sines,
+    merged_cosines,
+    merged_sines,
+    text,
+    rows,
+    width,
+    cosine_n,
+    sine_n,
+    BLOCK_D: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK_M
+    gather_rows(
+        first,
+        destinations,
+        cosines,
+        sines,
+        merged_cosines,
+        merged_sines,
+        text,
+        rows,
+        width,
+        cosine_n,
+        sine_n,
+        BLOCK_D,
+    )
+
+
+def is_gathered(rotary: Rotary) -> bool:
+    """Whether the kernels can fill these tables."""
+    tables = [*rotary.tables, *rotary.merged]
+    contiguous = all(each.stride(1) == 1 for each in tables) and all(each.is_contiguous() for each in rotary.merged)
+    return len(rotary.tables) == 2 and contiguous and {each.dtype for each in tables}.issubset(DTYPES)
+
+
+def row_arguments(rotary: Rotary | None, merged: int) -> dict[str, object]:
+    """What `gather_rows` is told of tables, or of none, for a number of merged tokens."""
+    if rotary is None:
+        names = ("cosines", "sines", "merged_cosines", "merged_sines")
+        return {**dict.fromkeys(names), "text": 0, "rows": 0, "width": 0, "cosine_n": 0, "sine_n": 0, "BLOCK_D": 1}
+    (cosines, sines), (merged_cosines, merged_sines) = rotary
+    rows, width = merged_cosines.shape
+    return {
+        "cosines": cosines,
+        "sines": sines,
+        "merged_cosines": merged_cosines,
+        "merged_sines": merged_sines,
+        "text": rows - merged,
+        "rows": rows,
+        "width": width,
+        "cosine_n": cosines.stride(0),
+        "sine_n": sines.stride(0),
+        "BLOCK_D": triton.next_power_of_2(width),
+    }
+
+
+def gather_rotary(rotary: Rotary, destinations: Tensor) -> None:
     """`reference.gather_rotary`, both tables in one launch."""
-    contiguous = all(table.stride(1) == 1 for table in tables) and all(table.is_contiguous() for table in out)
-    if len(tables) != 2 or not contiguous or not {table.dtype for table in tables}.issubset(DTYPES):
-        return reference.gather_rotary(tables, destinations, out)
-    (cosines, sines), (rows, width) = tables, out[0].shape
-    block = 32
-    with on_device_of(cosines):
-        _gather_rotary_kernel[(triton.cdiv(rows, block),)](
-            cosines,
-            sines,
-            destinations.contiguous(),
-            *out,
-            rows - destinations.shape[0],
-            rows,
-            width,
-            cosines.stride(0),
-            sines.stride(0),
-            BLOCK_M=block,
-            BLOCK_D=triton.next_power_of_2(width),
-        )
+    if not is_gathered(rotary):
+        return reference.gather_rotary(rotary, destinations)
+    programs = triton.cdiv(rotary.merged[0].shape[0], BLOCK_M.value)
+    with on_device_of(destinations):
+        _gather_rotary_kernel[(programs,)](destinations.contiguous(), **row_arguments(rotary, destinations.shape[0]))

@@ -12,7 +12,9 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from .. import reference
+from ..reference import Rotary
 from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, token_indices
+from .rotary import BLOCK_M, gather_rotary, gather_rows, is_gathered, row_arguments
 
 # Largest regions of the kernel.
 _WEIGH_SIZE = 256
@@ -33,6 +35,15 @@ def _weigh_kernel(
     token_n,
     token_c,
     destination_b,
+    cosines,
+    sines,
+    merged_cosines,
+    merged_sines,
+    text,
+    rows,
+    width,
+    cosine_n,
+    sine_n,
     COSINE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -40,8 +51,10 @@ def _weigh_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """A program makes the weights of one region of one sample, BLOCK_N sources at a time.
+    """A program makes the weights of one region of one sample, BLOCK_N sources at a time. All of them fill the rotary
+    tables, if there are any, which samples share.
 
     Rows of merge weights are scaled by sums over all sources; where these come in several chunks, unscaled weights wait
     in the scratch buffer, fp32 [B, R, n, k].
@@ -49,6 +62,24 @@ def _weigh_kernel(
     pair = tl.program_id(0)
     region = pair % regions
     sample = (pair // regions).to(tl.int64)
+    if cosines is not None:
+        first = pair * BLOCK_M
+        while first < rows:
+            gather_rows(
+                first,
+                destinations,
+                cosines,
+                sines,
+                merged_cosines,
+                merged_sines,
+                text,
+                rows,
+                width,
+                cosine_n,
+                sine_n,
+                BLOCK_D,
+            )
+            first += tl.num_programs(0) * BLOCK_M
     tokens += sample * token_b
     merge += pair.to(tl.int64) * COUNT * SIZE
     unmerge += pair.to(tl.int64) * COUNT * SIZE
@@ -116,12 +147,17 @@ def weigh(
     *,
     similarity: str = "cosine",
     temperature: float = 0.001,
+    rotary: Rotary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.weigh`, in one launch for merging regions of up to 256 tokens."""
     batch, token_count, channels = tokens.shape
     samples, regions, count = destinations.shape
     size = token_count // regions
-    if size > _WEIGH_SIZE or tokens.dtype not in DTYPES:
+    fits = size <= _WEIGH_SIZE and tokens.dtype in DTYPES
+    if rotary is not None and not (fits and is_gathered(rotary)):
+        gather_rotary(rotary, destinations[0].flatten())
+        rotary = None
+    if not fits:
         return reference.weigh(tokens, order, destinations, similarity=similarity, temperature=temperature)
     tokens = tokens.detach()
     half = tokens.dtype != torch.float32
@@ -151,6 +187,7 @@ def weigh(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             BLOCK_C=block_size(channels, 32 if not half else 128 if block_k <= 64 else 64),
+            **row_arguments(rotary, regions * count),
             num_warps=min(8, max(1, block_n * block_k // 512)),
         )
     return merge, unmerge
