@@ -94,6 +94,12 @@ def eval_table(names: list[str]) -> str:
             columns[title] = [f"{timed[record['label']][name]:.2f}x" for record in records]
         first = timed["none"]
         conditions += f" Time: {fronts.conditions(first)}, in batches of {first['timing']['batch']}."
+        unreplayed = [f"`{label}`" for label, each in timed.items() if each["compile"] and not each["timing"]["graphs"]]
+        if unreplayed:
+            conditions += (
+                f" No CUDA graph replays {', '.join(unreplayed)}: the host takes part in their maps, and its launches "
+                "are in their times."
+            )
     for metric in METRICS:
         if any(metric.name in record["metrics"] for record in records):
             title = f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"

@@ -96,3 +96,11 @@ def test_tables_are_those_of_the_result_files() -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "tables.py"
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_figure_5_can_be_drawn_anew(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "benchmarks" / "figure5.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {"fig5-tiny-flux.png", "fig5-tiny-sdxl.png"}
+    assert drawn <= {path.name for path in (script.parents[1] / "docs" / "reproduction").iterdir()}

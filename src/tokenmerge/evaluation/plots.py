@@ -113,11 +113,11 @@ def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     legend = axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
-    _spread(drawn, axes, numbers, legend)
+    spread_numbers(drawn, axes, numbers, legend)
     return drawn
 
 
-def _spread(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
+def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
     """Move numbers away from points, the legend and each other; those that find no place are left out."""
     from matplotlib.transforms import Bbox
 
