@@ -55,11 +55,13 @@ def bench_tables(names: list[str]) -> str:
 def speed_table(names: list[str]) -> str:
     """Speed-up over the unpatched denoiser of the same comparison, by ratio."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in read(names):
-        key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode"))
-        groups.setdefault(key, []).append(record)
+    for file in names:
+        for record in read([file]):
+            # Not with the unpatched denoiser of another run.
+            key = (file, *(record[name] for name in ("model", "width", "height", "batch", "mode")))
+            groups.setdefault(key, []).append(record)
     cells: dict[tuple[str, ...], dict[float, str]] = {}
-    for (model, width, height, batch, mode), records in groups.items():
+    for (_, model, width, height, batch, mode), records in groups.items():
         rows = bench.pool(records)
         for row in rows:
             if row.config is None or row.config["method"] == "lower-bound":

@@ -88,16 +88,14 @@ def phases_of(config: MergeConfig, steps: int) -> list[str]:
 
 def visits(phases: Sequence[str]) -> dict[int, str | None]:
     """The steps of an image that are run to time every phase, each with the phase it is a lap of: the first that has
-    it. Where that one would have to make the maps it is said to reuse, as a bound does, it is no lap, and the second
-    is one."""
+    it. Where that one would have to make the maps it is said to reuse, as a bound does, it is no lap; nor is the
+    second, before which the device ran dry, since the host makes those maps; the third is one."""
     found: dict[int, str | None] = {}
     for phase in dict.fromkeys(phases):
-        first, *later = (step for step, each in enumerate(phases) if each == phase)
-        made = any(before.endswith(_renamed(phase, "select")) for before in phases[:first])
-        if "reuse" in phase and not made and later:
-            found[first] = None
-            first = later[0]
-        found[first] = phase
+        steps = [step for step, each in enumerate(phases) if each == phase]
+        made = any(before.endswith(_renamed(phase, "select")) for before in phases[: steps[0]])
+        *others, lap = steps[:1] if made or "reuse" not in phase else steps[:3]
+        found |= {**dict.fromkeys(others), lap: phase}
     return found
 
 
