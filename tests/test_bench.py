@@ -29,7 +29,7 @@ from tokenmerge.cli import main
         ({"destinations_every": 50}, 50, {"select": 1, "reweigh": 9, "reuse": 40}),
         ({"weights_every": 1}, 20, {"select": 2, "reweigh": 18}),
         ({"start": 0.5}, 20, {"full": 10, "select": 1, "reweigh": 1, "reuse": 8}),
-        ({"anchor_every": 3}, 13, {"anchor, select": 2, "reuse": 8, "anchor, reuse": 2, "anchor, reweigh": 1}),
+        ({"anchor_every": 3}, 13, {"anchor, select": 2, "reuse": 8, "anchor, reweigh": 3}),
         (
             {"step_ratios": (0, 0.25, 0.5)},
             12,
@@ -43,7 +43,8 @@ from tokenmerge.cli import main
         (
             {"step_ratios": (0.25, 0.5), "anchor_every": 3, "start": 0.25},
             8,
-            {"full": 2, "anchor, select at 0.25": 1, "reuse at 0.25": 2, "anchor, select at 0.5": 1, "reuse at 0.5": 2},
+            {"full": 2, "anchor, select at 0.25": 1, "reuse at 0.25": 1, "anchor, reweigh at 0.25": 1}
+            | {"anchor, select at 0.5": 1, "reuse at 0.5": 2},
         ),
     ],
 )

@@ -153,3 +153,24 @@ def test_preset_files_that_cannot_be(tmp_path: Path, name: str, content: str | b
 )
 def test_what_is_due_at_a_step(step: int, selected: int | None, weighed: int | None, phase: str) -> None:
     assert Schedule().phase(step, selected, weighed) == phase
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "anchors"),
+    [
+        (5, 28, [6, 9, 13, 18, 24]),
+        (3, 28, [6, 8, 10, 13, 16, 19, 23, 27]),
+        (5, 50, [10, 13, 16, 20, 24, 29, 34, 40, 47]),
+        (5, None, [0, 5, 10, 15]),
+        (0, 28, []),
+    ],
+)
+def test_anchors_lie_closer_at_first(every: int, steps: int | None, anchors: list[int]) -> None:
+    schedule = Schedule(start=0.2 if steps else 0.0, anchor_every=every)
+    found: list[int] = []
+    for step in range(steps or 20):
+        last = found[-1] if found else None
+        position = last / steps if steps and last is not None else None
+        if schedule.merges(step / steps if steps else 0.0) and schedule.anchors(step, last, position):
+            found.append(step)
+    assert found == anchors

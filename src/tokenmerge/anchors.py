@@ -61,8 +61,9 @@ class Anchors:
         seen = self._seen.get((turn, call.size))
         if seen is None or (seen.image, seen.ratio) != (image, ratio):
             seen = self._seen[turn, call.size] = _Seen(image, ratio, self._sizes(call))
-        due = self._config.schedule.anchors(step, seen.steps[-1] if seen.steps else None)
-        return "anchor" if due else "merged"
+        last = seen.steps[-1] if seen.steps else None
+        position = None if last is None else self._clock.position_of(last)
+        return "anchor" if self._config.schedule.anchors(step, last, position) else "merged"
 
     def settle(self, groups: list[MergeGroup]) -> None:
         """Note that a call was an anchor. One whose blocks a cache has skipped saw no gap: it does not count, and the

@@ -237,14 +237,16 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
     before = vars(denoiser).get(RECORD)
     remove(denoiser)
-    state = MergeState(plan_.config, scheduler_of if plan_.merged_sites else lambda: None)
-    installation = Installation()
+    state, installation = None, Installation()
     try:
+        # Reads the scheduler, which may be anybody's.
+        state = MergeState(plan_.config, scheduler_of if plan_.merged_sites else lambda: None)
         if plan_.merged_sites:
             _install(denoiser, family, plan_, state, installation)
     except BaseException:
         installation.uninstall()
-        state.close()
+        if state is not None:
+            state.close()
         if before is not None:
             _apply_plan(denoiser, family, before.plan, before.scheduler_of)
         raise

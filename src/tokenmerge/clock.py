@@ -22,7 +22,11 @@ class Clock:
     @property
     def position(self) -> float:
         """Share of the schedule that lies behind; 0 where its length is unknown."""
-        return (self.begin + self.step) / self.total if self.total else 0.0
+        return self.position_of(self.step) or 0.0
+
+    def position_of(self, step: int) -> float | None:
+        """Share of the schedule that lies behind at a step of this image; None where its length is unknown."""
+        return (self.begin + step) / self.total if self.total else None
 
     def noise_level(self, step: int) -> float:
         """The noise level of a step, or its number where levels are not known."""

@@ -85,7 +85,8 @@ class Schedule:
     weights_every: int = 5
     start: float = 0.0
     stop: float = 1.0
-    # Every how many merging steps blocks also run unmerged, to remember what merging leaves out; 0 is never.
+    # Every how many merging steps, on average, blocks also run unmerged, to remember what merging leaves out; 0 is
+    # never.
     anchor_every: int = 0
 
     def __post_init__(self) -> None:
@@ -116,18 +117,25 @@ class Schedule:
         """Share of the merging window that lies behind a position in it."""
         return (position - self.start) / (self.stop - self.start)
 
-    def anchors(self, step: int, anchored: int | None) -> bool:
-        """Whether the step is an anchor, given the last one of this image."""
-        return self.anchor_every > 0 and (anchored is None or step - anchored >= self.anchor_every)
+    def anchors(self, step: int, anchored: int | None, position: float | None) -> bool:
+        """Whether the step is an anchor, given the last one of this image and its position in the schedule, if known.
+
+        What merging leaves out changes fastest at first, so the distance grows over the merging window, from half of
+        `anchor_every` to one and a half times; it is never a single step, where nothing would be saved.
+        """
+        if not self.anchor_every or anchored is None:
+            return self.anchor_every > 0
+        share = 0.5 if position is None else self.within(position)
+        return step - anchored >= max(2.0, self.anchor_every * (0.5 + share))
 
     def phase(self, step: int, selected: int | None, weighed: int | None, *, anchor: bool = False) -> str:
         """What is due at `step`, given the steps of the last selection and weighing of this image: select, reweigh or
-        reuse. With anchors maps change at those alone: the gap they remember is that of the map."""
+        reuse. With anchors maps change at those alone, weights at each: the gap they remember is that of the map."""
         if self.anchor_every and not anchor and selected is not None:
             return "reuse"
         if selected is None or weighed is None or step - selected >= self.destinations_every:
             return "select"
-        return "reweigh" if step - weighed >= self.weights_every else "reuse"
+        return "reweigh" if anchor or step - weighed >= self.weights_every else "reuse"
 
 
 @dataclass(frozen=True)

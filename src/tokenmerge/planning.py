@@ -158,7 +158,7 @@ def _exceptions(schedule: Schedule) -> str:
     whole = {"first": schedule.start, "last": 1 - schedule.stop}
     told = [f"the {which} {share:.0%} of the steps run whole" for which, share in whole.items() if share]
     if schedule.anchor_every:
-        told.append(f"one in {schedule.anchor_every} of those that merge runs whole as well")
+        told.append(f"about one in {schedule.anchor_every} of those that merge runs whole as well")
     return f" That is on average over steps: {', '.join(told)}." if told else ""
 
 

@@ -74,7 +74,8 @@ def phases_of(config: MergeConfig, steps: int) -> list[str]:
         if not schedule.merges(step / steps) or ratio == 0:
             phases.append("full")
             continue
-        anchor = schedule.anchors(step, anchored[1] if anchored and anchored[0] == ratio else None)
+        last = anchored[1] if anchored and anchored[0] == ratio else None
+        anchor = schedule.anchors(step, last, None if last is None else last / steps)
         phase = schedule.phase(step, selected.get(ratio), weighed.get(ratio), anchor=anchor)
         anchored = (ratio, step) if anchor else anchored
         if phase == "select":
