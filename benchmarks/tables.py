@@ -25,7 +25,7 @@ import fronts
 import ops
 
 from tokenmerge import bench
-from tokenmerge.config import load_preset
+from tokenmerge.config import load_preset, presets
 from tokenmerge.evaluation.inquiries import OVERLAP_PRESET
 from tokenmerge.evaluation.locality import locality_cells
 from tokenmerge.evaluation.maptimes import map_table
@@ -68,7 +68,10 @@ def speed_table(names: list[str]) -> str:
                 continue
             sites = {"component": "per component", "block": "once per block", "span": "once per span"}
             preset = row.record["label"].rpartition(" ")[0]
-            where = (model, f"{width}x{height}", str(batch), mode, f"`{preset}`, {sites[row.config['sites']]}")
+            told = f"`{preset}`, {sites[row.config['sites']]}"
+            if preset in presets() and (skipped := row.config["skip_first"]) != load_preset(preset).skip_first:
+                told += f", `skip_first={skipped}`"
+            where = (model, f"{width}x{height}", str(batch), mode, told)
             cells.setdefault(where, {})[row.config["ratio"]] = f"{bench.speed_up(row, rows):.2f}x"
     ratios = sorted({ratio for found in cells.values() for ratio in found})
     header = ["model", "size", "batch", "mode", "merging", *(f"ratio {ratio:g}" for ratio in ratios)]

@@ -4,6 +4,7 @@ they refuse."""
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -29,6 +31,7 @@ from judges import write_networks
 from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files
 from tokenmerge.adapters import caches
+from tokenmerge.adapters.loading import load_pipeline
 from tokenmerge.cli import main
 from tokenmerge.evaluation import plots, table
 from tokenmerge.evaluation.configurations import read_configurations
@@ -37,7 +40,7 @@ from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.evaluation.results import Results, Row
 from tokenmerge.evaluation.run import Task, evaluate
 from tokenmerge.evaluation.studies import STUDIES, Study
-from tokenmerge.generate import Request, draw
+from tokenmerge.generate import Request, check_seeds, draw
 from tokenmerge.measure import timed_calls
 from tokenmerge.quality.metrics import BY_NAME
 from tokenmerge.quality.networks import Sources
@@ -737,6 +740,35 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
         for picture in folder.iterdir():
             assert picture.read_bytes() == (tmp_path / "all" / "images" / folder.name / picture.name).read_bytes()
     assert not (tmp_path / "turned" / "calibration.json").exists()
+
+
+def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search evaluates several times; a pipeline that has drawn is only freed by a collection."""
+    seen: list[weakref.ref[Any]] = []
+
+    def load(*arguments: Any) -> Any:
+        pipe, defaults = load_pipeline(*arguments)
+        seen.append(weakref.ref(pipe.transformer))
+        return pipe, defaults
+
+    monkeypatch.setattr("tokenmerge.evaluation.run.load_pipeline", load)
+    gc.disable()
+    try:
+        small = Task(
+            "tiny-flux", ("toma",), PROMPTS[:1], steps=1, size="64x64", metrics=("mse",), repeats=0, device="cpu"
+        )
+        evaluate(small, tmp_path)
+    finally:
+        gc.enable()
+    assert [each() for each in seen] == [None]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_that_no_generator_takes_are_refused(seed: int) -> None:
+    with pytest.raises(TokenMergeError, match="from 0"):
+        Task("tiny-flux", ("toma",), PROMPTS, seeds=(0, seed))
+    with pytest.raises(TokenMergeError, match=f"must be from 0 to {2**63 - 1}"):
+        check_seeds((seed,))
 
 
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:

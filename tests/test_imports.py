@@ -104,5 +104,6 @@ def test_every_public_name_is_there() -> None:
 
     for name in tokenmerge.__all__:
         assert getattr(tokenmerge, name) is not None
+    assert dir(tokenmerge) == sorted(tokenmerge.__all__)
     with pytest.raises(AttributeError):
         tokenmerge.nothing  # noqa: B018

@@ -33,6 +33,10 @@ _LAZY |= dict.fromkeys(("compile", "uncompile"), "compiling")
 _LAZY |= dict.fromkeys(("remove", "summary", "supported_models"), "api")
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import what needs torch on first use, so that `import tokenmerge` is fast everywhere."""
     if name not in _LAZY:

@@ -26,6 +26,9 @@ from .pictures import Panel, difference, overlay_map, save_picture, strip, to_te
 from .quality import compare
 from .tables import table
 
+# That a generator takes everywhere.
+_LARGEST_SEED = 2**63 - 1
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -84,6 +87,7 @@ class Request:
         unknown = sorted(set(arguments) - set(accepted))
         if unknown:
             raise TokenMergeError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; leave out --guidance")
+        check_seeds(seeds)
         return {
             "prompt": self.prompt,
             "num_inference_steps": steps,
@@ -94,6 +98,12 @@ class Request:
             "num_images_per_prompt": len(seeds),
             **arguments,
         }
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse what a generator does not take."""
+    if min(seeds) < 0 or max(seeds) > _LARGEST_SEED:
+        raise TokenMergeError(f"seeds are {', '.join(map(str, seeds))}; they must be from 0 to {_LARGEST_SEED}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from torch import nn
 from .. import api
 from ..compiling import compile, uncompile, unrecorded
 from ..config import TokenMergeError
-from ..measure import Stopwatch, environment, timed
+from ..measure import Stopwatch, environment, free_memory, timed
 from .candidates import Candidate, typical_step, visits
 
 
@@ -59,7 +58,7 @@ def measure_candidate(
     api.remove(denoiser)
     uncompile(denoiser)
     torch.compiler.reset()
-    _free(device)
+    free_memory(device)
 
     def call() -> None:
         with torch.inference_mode():
@@ -159,9 +158,3 @@ def _launches(loop: Loop, call: Callable[[], None], step: int) -> int:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type.name == "CUDA" for event in profiled.events())
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -24,8 +24,8 @@ from ..adapters.loading import dtype_on, load_pipeline
 from ..compiling import check_cacheable, compile_as, recordings, uncompile, warm_ups, way_on
 from ..config import TokenMergeError
 from ..files import digest_of, write_text
-from ..generate import Request, best_device, draw, picture_size, step_modes, token_counts
-from ..measure import environment, forget_peak_memory, peak_memory, timed_calls
+from ..generate import Request, best_device, check_seeds, draw, picture_size, step_modes, token_counts
+from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
 from ..pictures import save_picture
 from ..quality.metrics import Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
@@ -72,6 +72,7 @@ class Task:
             raise TokenMergeError(f"--steps is {self.steps}; it must be 1 or more")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers from 0, as in 0,1,2")
+        check_seeds(self.seeds)
 
 
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
@@ -105,6 +106,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
         if results is not None:
             write_report(results, out)
         processes.wait()
+        evaluation.close()
     except KeyboardInterrupt:
         print(f"\ntokenmerge: what was made is kept in {out}; go on with --resume", file=sys.stderr)
         raise
@@ -272,6 +274,11 @@ class Evaluation:
         path = self.folder.sets(configuration)
         known = read_json(path) if path.is_file() else {}
         return any(metric.name not in known for metric in self.choice.of_kind("set"))
+
+    def close(self) -> None:
+        """Give the model up, or a search would hold that of every rung."""
+        del self._pipe
+        free_memory(self._device)
 
     def results(self, settings: dict[str, Any]) -> Results:
         return gather(self.folder, settings, self.choice, self.configurations, self.samples)

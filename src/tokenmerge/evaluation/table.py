@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+from ..compiling import warm_ups
 from ..generate import saves_nothing
 from ..quality.metrics import Metric
 from ..quality.statistics import Estimate
@@ -68,10 +69,12 @@ def _circumstances(results: Results) -> list[str]:
         "Means with 95 % intervals of confidence, which take the pictures of a prompt together.",
     ]
     if timing:
+        untimed = warm_ups(results.settings["compile"])
         lines.append(
             "Seconds per picture, of whole calls and of the denoiser in them: medians over "
             f"{counted(len(timing['seconds']), 'timed batch', 'timed batches')} of {timing['batch']}, all "
-            "configurations in turn, each batch after one that does not count."
+            f"configurations in turn, each batch after {'one that does' if untimed == 1 else f'{untimed} that do'} not "
+            "count."
         )
     launched = [row.configuration.label for row in results.rows if row.timing and row.timing["graphs"] == 0]
     if launched:
