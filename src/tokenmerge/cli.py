@@ -85,7 +85,7 @@ def _add_plan(commands: Any) -> None:
         description="Print what merging would do to a model at a size, and what that saves and spends by the paper's "
         "cost model. Only the model's config files are read, no weights.",
     )
-    parser.add_argument("--model", required=True, help="a diffusers folder or a hub id")
+    parser.add_argument("--model", required=True, help="bundled name, folder, hub id, or sdxl-random and the like")
     parser.add_argument("--height", type=int, default=1024, help="pixels (default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="pixels (default: %(default)s)")
     parser.add_argument("--sites-list", action="store_true", help="list every site by name")
