@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge.bench.timing import Loop
 from traces import attributes, same
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
@@ -58,6 +59,23 @@ def test_a_refused_apply_leaves_the_model_as_it_was(
         apply(pipe, **options)
     assert same(attributes(pipe), before)
     assert torch.equal(tiny.draw(pipe, steps=1), image)
+
+
+def test_a_scheduler_that_fails_leaves_the_model_as_it_was() -> None:
+    class Broken(Loop):
+        @property
+        def sigmas(self) -> None:
+            raise RuntimeError("no noise levels")
+
+    unet, broken = tiny.sdxl_unet(), Broken(4)
+    apply(unet, scheduler=Loop(4), ratio=0.25)
+    before = dict(vars(broken))
+    with pytest.raises(RuntimeError, match="no noise levels"):
+        apply(unet, scheduler=broken)
+    plan = tokenmerge.summary(unet).plan
+    assert plan is not None
+    assert plan.config.ratio == 0.25
+    assert vars(broken) == before
 
 
 def test_config_and_preset_together_and_wrong_types_are_refused() -> None:

@@ -44,7 +44,11 @@ class MergeState:
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
         self._watched: Callable[[], Any] = lambda: None
-        self.follow_scheduler()
+        try:
+            self.follow_scheduler()
+        except BaseException:
+            self.close()
+            raise
 
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be copied or pickled while merging is applied; call remove first")
