@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 
 from tokenmerge import MergeConfig, Schedule, TokenMergeError, presets
-from tokenmerge.config import BACKENDS, COMPONENTS, METHODS, SELECTIONS, SIMILARITIES, SITES, UNMERGES, load_preset
+from tokenmerge.config import (
+    BACKENDS,
+    COMPONENTS,
+    METHODS,
+    SELECTIONS,
+    SIMILARITIES,
+    SITES,
+    UNMERGES,
+    first_line,
+    load_preset,
+)
 
 configs = st.builds(
     MergeConfig,
@@ -174,3 +184,8 @@ def test_anchors_lie_closer_at_first(every: int, steps: int | None, anchors: lis
         if schedule.merges(step / steps if steps else 0.0) and schedule.anchors(step, last, position):
             found.append(step)
     assert found == anchors
+
+
+@pytest.mark.parametrize(("error", "line"), [(OSError(), "OSError"), (ValueError("one\ntwo"), "one")])
+def test_the_first_line_of_an_error(error: Exception, line: str) -> None:
+    assert first_line(error) == line

@@ -24,7 +24,9 @@ from torch import Tensor
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
+from tokenmerge.calls import grids_of_ids
 from tokenmerge.config import load_preset
+from tokenmerge.grid import TokenGrid
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 
@@ -478,6 +480,14 @@ def test_a_bare_denoiser_serves_two_shapes_of_as_many_tokens() -> None:
     wide["img_ids"] = torch.stack([torch.zeros(8, 32), rows, columns], dim=-1).view(256, 3)
     both(**flux_inputs(0, 1.0))
     assert torch.equal(both(**wide).sample, alone(**wide).sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("height", "width"), [(4, 320), (320, 4), (260, 300), (16, 24)])
+def test_grids_are_read_from_ids_that_were_rounded(height: int, width: int, dtype: torch.dtype) -> None:
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).view(-1, 3).to(dtype)
+    assert grids_of_ids(ids) == (TokenGrid(height, width),)
 
 
 def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:

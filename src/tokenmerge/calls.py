@@ -47,9 +47,21 @@ def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:
     for image in places.split(lengths.tolist()):
         height, width = (int(axis.max() - axis.min()) + 1 for axis in (image[:, 1], image[:, 2]))
         if height * width != len(image):
+            height, width = _grid_of_rows(image[:, 2]) or (height, width)
+        if height * width != len(image):
             raise TokenMergeError(
                 f"img_ids place {len(image)} tokens on a {height}x{width} grid; merging needs every place filled once, "
                 "as the pipeline's own ids do"
             )
         grids.append(TokenGrid(height, width))
     return tuple(grids)
+
+
+def _grid_of_rows(columns: Tensor) -> tuple[int, int] | None:
+    """Height and width, if columns ([N]) rise in rows that are all alike: bfloat16 has no odd numbers above 256, so
+    that the pipeline's own ids of a large picture do not tell how many there are."""
+    falls = (columns[1:] < columns[:-1]).nonzero()
+    width = int(falls[0]) + 1 if len(falls) else 0
+    if not width or len(columns) % width or not bool((columns.view(-1, width) == columns[:width]).all()):
+        return None
+    return len(columns) // width, width

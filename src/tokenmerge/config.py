@@ -38,6 +38,12 @@ class TokenMergeError(ValueError):
     """A request that cannot be met. The message gives the fact, the bound and the way out."""
 
 
+def first_line(error: BaseException) -> str:
+    """What others' errors say, short enough for one of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 @dataclass(frozen=True)
 class Regions:
     """How a grid is wished to be cut. What a grid allows is decided in `grid.py`.

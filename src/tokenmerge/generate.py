@@ -20,7 +20,7 @@ from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
-from .config import MergeConfig, TokenMergeError
+from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
 from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
 from .quality import compare
@@ -200,9 +200,7 @@ def best_device(name: str | None) -> torch.device:
         device = torch.device(name or best)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise TokenMergeError(
-            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); try {best}"
-        ) from error
+        raise TokenMergeError(f"device {name!r} cannot be used here ({first_line(error)}); try {best}") from error
     return device
 
 

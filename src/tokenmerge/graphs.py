@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .config import TokenMergeError
+from .config import TokenMergeError, first_line
 from .hooks import cache_hooks
 
 # Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
@@ -190,7 +190,7 @@ class GraphedForward:
             if phases is not None:
                 phases.set_done(before)
             if key in self._failed:
-                self._refused[key] = _first_line(_cause(error))
+                self._refused[key] = first_line(_cause(error))
                 return self._original(*call[0], **call[1])
             # The held tensors may be such that blocks are compiled for them once more, which no capture can hold; run
             # as it is, the call does that.
@@ -239,11 +239,6 @@ def _cause(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _obstacle(denoiser: nn.Module) -> str:

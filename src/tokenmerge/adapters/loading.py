@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..config import TokenMergeError
+from ..config import TokenMergeError, first_line
 from . import denoiser_of, families, family_of
 from .sizes import RANDOM_MODELS
 
@@ -65,10 +65,10 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
             warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
             pipe = DiffusionPipeline.from_pretrained(place, torch_dtype=dtype)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
         names = ", ".join(bundled_models())
         raise TokenMergeError(
-            f"{model!r} cannot be loaded ({first_line}); give a bundled name ({names}), a diffusers folder or a hub id"
+            f"{model!r} cannot be loaded ({first_line(error)}); give a bundled name ({names}), a diffusers folder or a "
+            "hub id"
         ) from error
     values = _read_json(Path(place), _CALL_FILE)
     defaults = CallDefaults(**values) if values else CallDefaults()

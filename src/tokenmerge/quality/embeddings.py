@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ..config import TokenMergeError
+from ..config import TokenMergeError, first_line
 
 _INCEPTION_SIDE = 299
 _SSCD_SIDE = 288
@@ -185,8 +185,7 @@ def _loaded(kind: Any, folder: Path) -> Any:
     try:
         made = kind.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise TokenMergeError(
-            f"{folder} cannot be loaded as {kind.__name__} ({reason}); give another folder"
+            f"{folder} cannot be loaded as {kind.__name__} ({first_line(error)}); give another folder"
         ) from error
     return made.eval() if isinstance(made, torch.nn.Module) else made
