@@ -70,8 +70,8 @@ class Task:
                 raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
         if self.steps is not None and self.steps < 1:
             raise TokenMergeError(f"--steps is {self.steps}; it must be 1 or more")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers from 0, as in 0,1,2")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers, as in 0,1,2")
         check_seeds(self.seeds)
 
 
