@@ -29,8 +29,9 @@ KINDS = {
     "rivals and controls": ("#999999", "v"),
     "small tiles, no anchors": ("#E69F00", "D"),
     "anchored": ("#0072B2", "o"),
-    "step cache": ("#009E73", "^"),
+    "step cache of diffusers": ("#009E73", "^"),
     "anchored, with a step cache": ("#CC79A7", "P"),
+    "held": ("#000000", "*"),
 }
 
 
@@ -38,7 +39,9 @@ def kind_of(record: dict[str, Any]) -> str:
     """Which of `KINDS` a configuration is."""
     config, cached = record["config"], record["cache"] is not None
     if config["method"] == "none":
-        return "step cache"
+        return "step cache of diffusers"
+    if config["method"] == "hold":
+        return "held"
     if cached:
         return "anchored, with a step cache"
     if config["method"] != "toma":

@@ -15,6 +15,7 @@ from tokenmerge.adapters import denoiser_of, family_of
 
 KINDS = ["sdxl", "sd3", "flux"]
 ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, "anchor_every": 3}
+HELD: dict[str, Any] = {"preset": "hold", "start": 0.0}
 
 
 class Loop:
@@ -35,7 +36,7 @@ class Loop:
 def build(kind: str, **options: Any) -> tuple[nn.Module, Loop]:
     denoiser, loop = denoiser_of(tiny.build(kind)), Loop()
     if options:
-        tokenmerge.apply(denoiser, scheduler=loop, **{**ANCHORED, **options})
+        tokenmerge.apply(denoiser, scheduler=loop, **{**({} if "preset" in options else ANCHORED), **options})
     return denoiser, loop
 
 
@@ -49,7 +50,7 @@ def call(denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int =
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "option", [{}, {"gap": "linear"}, {"merge": "pick"}, {"method": "random"}, {"unmerge": "pinv"}]
+    "option", [{}, {"gap": "linear"}, {"merge": "pick"}, {"method": "random"}, {"unmerge": "pinv"}, {"trust": 0.5}]
 )
 def test_an_anchor_is_exact_and_its_gap_makes_the_same_input_exact(kind: str, option: dict[str, Any]) -> None:
     plain, _ = build(kind)
@@ -71,6 +72,75 @@ def test_an_anchor_is_exact_and_its_gap_makes_the_same_input_exact(kind: str, op
     # Without anchors merging is far from exact, so that the above says something.
     merged, _ = build(kind, **option, anchor_every=0)
     assert (call(merged) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trust_is_the_share_of_a_merged_change_that_counts(kind: str) -> None:
+    """Seen at the first merged block, which all shares give the same tokens."""
+    seen: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for trust in (0.0, 0.25, 1.0):
+        denoiser, loop = build(kind, trust=trust, anchor_every=5)
+        block = family_of(denoiser).blocks(denoiser)[0]
+        ports = block.kind.ports
+        mine = seen.setdefault(trust, [])
+
+        def watch(module: nn.Module, args: Any, kwargs: Any, output: Any, ports: Any = ports, mine: Any = mine) -> None:
+            mine.append((ports.tokens.read(args, kwargs), ports.outgoing(output)[0]))
+
+        block.module.register_forward_hook(watch, with_kwargs=True)
+        loop.set_timesteps()
+        call(denoiser)
+        loop.step()
+        call(denoiser, 0.5)
+    (first, whole), (tokens, none) = seen[0.0]
+    _, (_, some) = seen[0.25]
+    _, (_, all_) = seen[1.0]
+    # Without trust the change of the anchor is held.
+    torch.testing.assert_close(none, tokens + (whole - first), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(some, torch.lerp(none, all_, 0.25), rtol=1e-4, atol=1e-5)
+    assert (all_ - none).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_blocks_do_not_run_and_change_tokens_as_at_the_anchor(kind: str) -> None:
+    denoiser, loop = build(kind, **HELD, gap="hold", anchor_every=5)
+    blocks = family_of(denoiser).blocks(denoiser)
+    ports, ran, seen = blocks[-1].kind.ports, [], []
+    for block in blocks:
+        first = next(module for module in block.module.modules() if isinstance(module, nn.Linear))
+        first.register_forward_hook(lambda *_: ran.append(1))
+
+    def watch(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append((ports.tokens.read(args, kwargs), ports.outgoing(output)[0]))
+
+    blocks[-1].module.register_forward_hook(watch, with_kwargs=True)
+    loop.set_timesteps()
+    call(denoiser)
+    assert len(ran) == len(blocks)
+    for _ in range(2):
+        loop.step()
+        call(denoiser, 0.5)
+    assert len(ran) == len(blocks)
+    (entered, left), (other, held), _ = seen
+    assert not torch.equal(entered, other)
+    torch.testing.assert_close(held, other + (left - entered), rtol=1e-4, atol=1e-5)
+    loop.step()
+    call(denoiser, 0.5)
+    assert len(ran) == 2 * len(blocks)
+    assert tokenmerge.summary(denoiser).steps == {"anchor": 2, "merged": 2}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_held_anchor_is_exact_and_makes_the_same_input_exact(kind: str) -> None:
+    plain, _ = build(kind)
+    expected = call(plain)
+    denoiser, loop = build(kind, **HELD, anchor_every=5)
+    loop.set_timesteps()
+    assert torch.equal(call(denoiser), expected)
+    loop.step()
+    torch.testing.assert_close(call(denoiser), expected, rtol=1e-4, atol=1e-5)
+    tokenmerge.remove(denoiser)
+    assert torch.equal(call(denoiser), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,9 +350,10 @@ def test_the_memory_of_gaps_is_told_and_does_not_grow() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_graph_is_added_after_the_first_image(kind: str) -> None:
+@pytest.mark.parametrize("options", [ANCHORED, {**ANCHORED, "trust": 0.5}, HELD], ids=["anchored", "trust", "held"])
+def test_no_graph_is_added_after_the_first_image(kind: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    pipe = tokenmerge.apply(tiny.build(kind), **ANCHORED)
+    pipe = tokenmerge.apply(tiny.build(kind), **options)
     eager = tiny.draw(pipe, steps=8)
     counter = CompileCounterWithBackend("aot_eager")
     denoiser = denoiser_of(pipe)
@@ -306,11 +377,26 @@ def test_no_graph_is_added_after_the_first_image(kind: str) -> None:
         ({"gap": "cubic"}, "hold, linear"),
         ({"gap_dtype": "float4"}, "tokens, float8"),
         ({"merge": "max"}, "mean, pick"),
+        ({"trust": 1.5}, "in \\[0, 1\\]"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match=message):
         tokenmerge.MergeConfig().replace(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.5}, "ratio is 1: leave it out"),
+        ({"anchor_every": 0}, "use anchor_every=2"),
+        ({"sites": "component"}, "sites='block'"),
+        ({"step_ratios": (0.25, 0.5)}, "ratio is 1: leave it out"),
+    ],
+)
+def test_what_cannot_be_held_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(tokenmerge.TokenMergeError, match=message):
+        tokenmerge.apply(tiny.build("sdxl"), preset="hold", **options)
 
 
 @pytest.mark.parametrize("method", ["tomesd", "tofu"])

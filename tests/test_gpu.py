@@ -306,15 +306,47 @@ def test_graphs_notice_what_changes_under_them(build: object) -> None:
         assert torch.equal(loop.run(), plain)
 
 
+def test_graphs_notice_an_exchanged_buffer() -> None:
+    loop = _Loop(_sd3, torch.float16)
+    plain = loop.run()
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    assert all(torch.equal(loop.run(), plain) for _ in range(3))
+    before = loop.denoiser.pos_embed.pos_embed
+    loop.denoiser.pos_embed.pos_embed = torch.zeros_like(before)
+    other = loop.run()
+    assert not torch.equal(other, plain)
+    assert all(torch.equal(loop.run(), other) for _ in range(3))
+    loop.denoiser.pos_embed.pos_embed = before
+    assert all(torch.equal(loop.run(), plain) for _ in range(3))
+    assert " 1 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
+
+
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize("gap", ["hold", "linear"])
-def test_graphs_of_anchored_steps(build: object, gap: str) -> None:
+@pytest.mark.parametrize("option", [{}, {"gap": "linear"}, {"trust": 0.5}])
+def test_graphs_of_anchored_steps(build: object, option: dict[str, object]) -> None:
     loop = _Loop(build, torch.float16)
-    loop.merge(anchor_every=2, gap=gap)
+    loop.merge(anchor_every=2, **option)
     launched = loop.run()
     tokenmerge.compile(loop.denoiser, blocks=False)
     assert all(torch.equal(loop.run(), launched) for _ in range(4))
     # Steps 0 to 3 are: anchor and select, reuse, anchor, reuse.
+    assert " 3 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
+    assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_graphs_of_held_steps(build: object, blocks: bool) -> None:
+    loop = _Loop(build, torch.float16)
+    plain = loop.run()
+    tokenmerge.apply(loop.denoiser, scheduler=loop.scheduler, preset="hold", start=0.0, anchor_every=2)
+    launched = loop.run()
+    assert not torch.equal(launched, plain)
+    tokenmerge.compile(loop.denoiser, blocks=blocks)
+    first = loop.run()
+    torch.testing.assert_close(first, launched, rtol=0, atol=0.02 if blocks else 0)
+    assert all(torch.equal(loop.run(), first) for _ in range(3))
+    # Steps 0 to 3 are: the first anchor, held, anchor, held.
     assert " 3 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
 

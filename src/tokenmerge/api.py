@@ -13,10 +13,21 @@ from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
-from .config import BASELINES, MergeConfig, TokenMergeError, load_preset
+from .config import NAMESAKES, MergeConfig, TokenMergeError, load_preset
 from .grid import TokenGrid
 from .groups import MergeGroup
-from .hooks import INNER_CACHES, BlockSite, ComponentSite, EntrySite, Installation, Span, cache_hooks, leads_cache
+from .hooks import (
+    INNER_CACHES,
+    BlockSite,
+    ComponentSite,
+    EntrySite,
+    HeldSite,
+    Installation,
+    Site,
+    Span,
+    cache_hooks,
+    leads_cache,
+)
 from .methods import method_for
 from .planning import Plan, plan_model
 from .state import RECORD, MergeState
@@ -60,7 +71,7 @@ class Summary:
         if self.gap_bytes:
             lines.append(f"Anchors keep {self.gap_bytes / 2**20:.1f} MiB of gaps.")
         if self.steps.keys() - {"merged"}:
-            lines.append(told_steps(self.steps))
+            lines.append(told_steps(self.steps, held=self.plan.config.holds))
         if self.groups:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             if self.plan.config.coverage is not None:
@@ -80,7 +91,7 @@ def apply(
     """Merge tokens in a pipeline or its denoiser, until `remove`.
 
     config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either the preset of the
-    model's family is used, or the baseline's own if `method` names one.
+    model's family is used, or `method`'s own where it has one.
     options: fields of `MergeConfig` or `Schedule` that change it.
     scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,
     which waits for the device at every call.
@@ -213,13 +224,15 @@ def resolve_config(
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
     method = options.get("method")
-    base = config or load_preset(preset or (method if method in BASELINES else family.preset))
+    base = config or load_preset(preset or (method if method in NAMESAKES else family.preset))
     return base.replace(**options) if options else base
 
 
-def told_steps(steps: dict[str, int]) -> str:
-    """What the steps of an image did, where they did different things."""
+def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
+    """What the steps of an image did, where they did different things. held: whether blocks do not run between anchors."""
     named = {"full": "whole", "anchor": "whole and merged (anchors)", "merged": "merged"}
+    if held:
+        named |= {"anchor": "whole (anchors)", "merged": "held"}
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
@@ -267,9 +280,14 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         if site.part is None:
             span = Span() if site.first else span
             memory = state.anchors.add_memory(group, block.width, has_text=ports.outputs is not None)
-            place = BlockSite(
-                site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
-            )
+            place: Site
+            if plan_.config.holds:
+                assert memory is not None
+                place = HeldSite(site.name, state, group, ports, memory=memory)
+            else:
+                place = BlockSite(
+                    site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
+                )
             installation.add(place, block.module)
             continue
         if method.PER_BLOCK and block.name not in entered:

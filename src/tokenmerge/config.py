@@ -14,9 +14,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-METHODS = ("toma", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound", "none")
-# Methods that by themselves mean the preset of their name: what their authors do.
-BASELINES = ("tomesd", "tofu", "todo")
+METHODS = ("toma", "hold", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound", "none")
+# Methods that by themselves mean the preset of their name: what the family's own would make of them is not theirs.
+NAMESAKES = ("hold", "tomesd", "tofu", "todo")
 SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
 SIMILARITIES = ("cosine", "dot")
 MERGES = ("mean", "pick")
@@ -168,6 +168,8 @@ class MergeConfig:
     unmerge: str = "transpose"
     # Between anchors the gap of the last one is held, or extrapolated from the last two, linearly in the noise level.
     gap: str = "hold"
+    # How much of what a merged block has changed since the last anchor counts, from 0 to 1; without anchors all does.
+    trust: float = 1.0
     # Gaps are kept in the dtype of the tokens, or in 8 bits: less memory, and coarser.
     gap_dtype: str = "tokens"
     sites: str = "block"
@@ -190,7 +192,9 @@ class MergeConfig:
         if isinstance(self.schedule, Mapping):
             object.__setattr__(self, "schedule", _from_mapping(Schedule, self.schedule))
         _check_types(self)
-        if not 0.0 <= self.ratio < 1.0:
+        if self.holds:
+            self._check_hold()
+        elif not 0.0 <= self.ratio < 1.0:
             raise TokenMergeError(
                 f"ratio is {self.ratio}; it is the share of tokens removed and must be in [0, 1), for example 0.5"
             )
@@ -226,6 +230,11 @@ class MergeConfig:
         # NaN fails the comparison too.
         if not 0.0 < self.temperature < float("inf"):
             raise TokenMergeError(f"temperature is {self.temperature}; it must be positive and finite")
+        if not 0.0 <= self.trust <= 1.0:
+            raise TokenMergeError(
+                f"trust is {self.trust}; it is a share and must be in [0, 1]: 1 for all that a merged block changes, "
+                "0.5 for half of it"
+            )
         if self.span < 0:
             raise TokenMergeError(f"span is {self.span}; it is a number of blocks, or 0 for as long as possible")
         if self.levels is not None and any(type(level) is not int or level < 1 for level in self.levels):
@@ -241,6 +250,17 @@ class MergeConfig:
                 raise TokenMergeError(
                     f"{name} is {skip}; write a number of blocks (an integer from 0) or a share of them (in [0, 1))"
                 )
+
+    def _check_hold(self) -> None:
+        if self.ratio != 1.0:
+            raise TokenMergeError(
+                f"ratio is {self.ratio}; method 'hold' runs no token between anchors, so with it ratio is 1: leave it "
+                "out, or use method='toma'"
+            )
+        if not self.schedule.anchor_every:
+            raise TokenMergeError(
+                "method 'hold' holds what blocks changed at anchors, and anchor_every is 0; use anchor_every=2 or more"
+            )
 
     def _check_coverage(self, coverage: float) -> None:
         if not 0.0 <= coverage <= 1.0:
@@ -259,6 +279,11 @@ class MergeConfig:
                     f"coverage is what toma's facility location makes large, in cosine similarity, and {name} is "
                     f"{getattr(self, name)!r}; use {name}={needed!r}, or a fixed ratio"
                 )
+
+    @property
+    def holds(self) -> bool:
+        """Whether blocks run at anchors alone, and nothing is merged."""
+        return self.method == "hold"
 
     @property
     def buckets(self) -> tuple[float, ...]:
@@ -441,6 +466,8 @@ _PRESETS: dict[str, MergeConfig] = {
     "tofu": _TOMESD.replace(method="tofu"),
     "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
     "pool": _CELLS.replace(method="pool"),
+    # Nothing is merged: between anchors blocks do not run.
+    "hold": MergeConfig(method="hold", ratio=1.0, gap="linear", schedule=Schedule(start=0.2, anchor_every=3)),
     "random": MergeConfig(method="random"),
     "uniform": MergeConfig(method="uniform"),
     "none": MergeConfig(method="none", ratio=0.0),
@@ -450,7 +477,7 @@ _PRESETS: dict[str, MergeConfig] = {
     "dit": _DIT,
     # What `apply(pipe, ratio=...)` uses. The first steps decide what the picture is, and gaps change fast there.
     "unet-anchored": _UNET.replace(**_ANCHORED),
-    "dit-anchored": _DIT.replace(**_ANCHORED),
+    "dit-anchored": _DIT.replace(**_ANCHORED, trust=0.5),
 }
 
 

@@ -187,6 +187,8 @@ def _label(config: MergeConfig, cache: StepCache | None) -> str:
     merging = f"{config.method} {ratios}" + (f", anchor every {anchors}" if anchors else "")
     if config.method == "none":
         merging = "unmerged"
+    if config.holds:
+        merging = f"held, anchor every {anchors}"
     return f"{merging} + {cache.name}" if cache else merging
 
 
@@ -295,15 +297,15 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
             "\n\nBelow 1.00x merging cost more than it saved: it pays with more tokens (a larger size) or more work "
         )
         text += "per launch (a larger batch, --compile)."
-    notes = [saves_nothing(shot.variant.label, shot.modes) for row in rows for shot in row]
+    notes = [saves_nothing(shot.variant.label, shot.modes, shot.variant.config) for row in rows for shot in row]
     return "\n\n".join([text, *dict.fromkeys(note for note in notes if note)])
 
 
-def saves_nothing(label: str, modes: dict[str, int]) -> str | None:
+def saves_nothing(label: str, modes: dict[str, int], config: MergeConfig | None) -> str | None:
     """What to say where merging was on and no step ran on merged tokens alone. modes: steps of an image, by mode."""
     if not modes or modes.get("merged"):
         return None
-    return f"{label}: {api.told_steps(modes)}"
+    return f"{label}: {api.told_steps(modes, held=config is not None and config.holds)}"
 
 
 def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:

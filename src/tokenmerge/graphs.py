@@ -213,7 +213,7 @@ class GraphedForward:
             self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that are kept"
 
     def _see_changes(self) -> None:
-        """Recorded work reads weights where they lay: forget it when modules, weights or adapters were exchanged."""
+        """Recorded work reads weights where they lay: forget it when modules, weights, buffers or adapters were exchanged."""
         state = _state_of(self._denoiser)
         if state == self._state:
             return
@@ -262,7 +262,9 @@ def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
         if module is None:
             continue
         state.append(module)
-        state += [parameter.data_ptr() for parameter in module._parameters.values() if parameter is not None]
+        state += [tensor.data_ptr() for tensor in module._parameters.values() if tensor is not None]
+        if module._buffers:
+            state += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
         values = module.__dict__
         if module._forward_hooks or module._forward_pre_hooks or not values.keys().isdisjoint(_WATCHED):
             state += _rare(module)

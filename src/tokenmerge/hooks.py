@@ -72,6 +72,7 @@ class Ports:
     tokens: Argument = Argument("hidden_states", 0)
     outputs: tuple[int, ...] | None = None  # places in the returned tuple; None if the output is the tokens
     text_first: bool = False  # whether text tokens precede the image tokens in the same sequence
+    text_tokens: Argument | None = None  # text that enters beside the image tokens, where as much is given out
     rotary: Argument | None = None
 
     def outgoing(self, output: Any) -> list[Tensor]:
@@ -221,13 +222,15 @@ class Span:
 class BlockSite(Site):
     """One block of a span of one or more. All run on merged tokens; of what leaves the last, the change is unmerged.
 
-    With a memory, a block by itself also runs whole at anchors; between them it adds the gap that was seen there.
+    With a memory, a block by itself also runs whole at anchors; between them it adds the gap that was seen there, to
+    as much of its change as is trusted.
     """
 
     def __init__(self, *arguments: Any, span: Span, memory: GapMemory | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.span = span
         self.memory = memory
+        self.trust = self.state.config.trust if memory is not None else 1.0
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.idle:
@@ -276,7 +279,36 @@ class BlockSite(Site):
             )
         tokens, merged = entered
         (left,) = self.ports.outgoing(output)
+        if self.trust < 1.0:
+            left = torch.lerp(merged, left, self.trust)
         return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged, gap=gap)])
+
+
+class HeldSite(Site):
+    """A block that runs at anchors alone. Between them it gives out what entered, changed as at the last anchors."""
+
+    def __init__(self, *arguments: Any, memory: GapMemory, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory = memory
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        gap = self.memory.current
+        if self.idle or gap is None:
+            return self.original(*args, **kwargs)
+        tokens = self.ports.tokens.read(args, kwargs)
+        text = self.ports.text_tokens.read(args, kwargs) if self.ports.text_tokens else None
+        if self.state.mode == "anchor":
+            output = self.original(*args, **kwargs)
+            # Makes no map, but notes that the block ran.
+            self.refresh(self.split(tokens)[1], [])
+            (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
+            change = None if text is None or text_out is None else (text_out - text).detach()
+            gap.keep((image - tokens).detach(), change)
+            return output
+        image, change = tokens + gap.image_now(), gap.text_now()
+        if self.ports.outputs is None:
+            return image
+        return (text if text is None or change is None else text + change), image
 
 
 class _Placed:

@@ -9,7 +9,7 @@ from torch import nn
 
 from .adapters import Block, Component, Family
 from .calls import DenoiserCall, grid_at_level
-from .config import MergeConfig, Schedule, TokenMergeError
+from .config import MergeConfig, TokenMergeError
 from .grid import Layout, TokenGrid
 from .methods import method_for
 from .tables import table
@@ -134,7 +134,7 @@ class Plan:
                 f"Multiplications in transformer blocks, by the paper's cost model: merging saves {self.saved:.1%}",
             ]
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
-            lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config.schedule)}"
+            lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config)}"
             if self.merged_sites and self.saved <= self.spent:
                 more = " or anchor_every" if self.config.schedule.anchor_every else ""
                 lines.append(f"By this count the model would be slower merged than unmerged; raise the ratio{more}.")
@@ -146,6 +146,8 @@ class Plan:
     def _headline(self) -> str:
         how = {"component": "once per component", "block": "once per block", "span": "once per span of blocks"}
         counts = f"{len(self.merged_sites)} of {len(self.sites)} sites"
+        if self.config.holds:
+            return f"hold, {counts}"
         ratios = ", ".join(f"{ratio:g}" for ratio in self.config.ratios)
         over = " over steps" if self.config.step_ratios else " over blocks" if self.config.block_ratios else ""
         if self.config.coverage is not None:
@@ -153,12 +155,16 @@ class Plan:
         return f"{self.config.method} at ratio {ratios}{over}, {how[self.config.sites]}, {counts}"
 
 
-def _exceptions(schedule: Schedule) -> str:
+def _exceptions(config: MergeConfig) -> str:
     """Which steps do not merge, or not only."""
+    schedule = config.schedule
     whole = {"first": schedule.start, "last": 1 - schedule.stop}
     told = [f"the {which} {share:.0%} of the steps run whole" for which, share in whole.items() if share]
     if schedule.anchor_every:
-        told.append(f"about one in {schedule.anchor_every} of those that merge runs whole as well")
+        rest = "those that merge runs whole as well"
+        if config.holds:
+            rest = "the others runs whole, and between those blocks do not run"
+        told.append(f"about one in {schedule.anchor_every} of {rest}")
     return f" That is on average over steps: {', '.join(told)}." if told else ""
 
 

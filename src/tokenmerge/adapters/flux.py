@@ -11,8 +11,9 @@ from ..calls import DenoiserCall
 from ..hooks import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, noise
 
+_TEXT = Argument("encoder_hidden_states", 1)
 _ROTARY = Argument("image_rotary_emb", 3)
-_WHOLE = Ports(outputs=(1,), rotary=_ROTARY)
+_WHOLE = Ports(outputs=(1,), text_tokens=_TEXT, rotary=_ROTARY)
 
 _JOINT = BlockKind(
     _WHOLE,
@@ -31,7 +32,6 @@ _SINGLE = BlockKind(
 )
 
 _HIDDEN_STATES = Argument("hidden_states", 0)
-_TEXT = Argument("encoder_hidden_states", 1)
 _TIMESTEP = Argument("timestep", 3)
 _IDS = Argument("img_ids", 4)
 # Of T5, as the pipeline pads them.

@@ -11,8 +11,9 @@ from ..calls import DenoiserCall
 from ..hooks import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
+_TEXT = Argument("encoder_hidden_states", 1)
 _JOINT = BlockKind(
-    Ports(outputs=(1,)),
+    Ports(outputs=(1,), text_tokens=_TEXT),
     {
         # The second attention, of images alone, is there in SD3.5-medium's first blocks.
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
@@ -22,7 +23,6 @@ _JOINT = BlockKind(
 )
 
 _HIDDEN_STATES = Argument("hidden_states", 0)
-_TEXT = Argument("encoder_hidden_states", 1)
 _TIMESTEP = Argument("timestep", 3)
 # Of CLIP and T5 together, as the pipeline gives them.
 _TEXT_TOKENS = 77 + 256

@@ -45,11 +45,15 @@ class Candidate:
 def candidates_for(
     denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: Mapping[str, Any]
 ) -> list[Candidate]:
-    """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites."""
+    """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites. A
+    preset that holds has no ratio, and comes once."""
     found = [Candidate("unpatched")]
     for ratio in ratios:
         for preset in presets:
-            config = api.config_for(denoiser, preset=None if preset == "default" else preset, ratio=ratio, **changes)
+            named = None if preset == "default" else preset
+            if api.config_for(denoiser, preset=named).holds:
+                continue
+            config = api.config_for(denoiser, preset=named, ratio=ratio, **changes)
             if config.coverage is not None:
                 raise TokenMergeError(
                     f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
@@ -58,6 +62,10 @@ def candidates_for(
             if config.method in ("toma", *SELECTIONS):
                 found.append(Candidate(f"lower-bound of {preset} {ratio:g}", config.replace(**BOUND)))
             found.append(Candidate(f"{preset} {ratio:g}", config))
+    held = [(preset, api.config_for(denoiser, preset=None if preset == "default" else preset)) for preset in presets]
+    found += [
+        Candidate(f"{preset} {config.ratio:g}", config.replace(**changes)) for preset, config in held if config.holds
+    ]
     return found
 
 

@@ -85,7 +85,7 @@ def read_configurations(
         cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue
-        if ratios and "ratio" not in changes and base.method != BASELINE:
+        if ratios and "ratio" not in changes and base.method != BASELINE and not base.holds:
             named, plus, named_cache = name.partition(_CACHE)
             comma = "," if _parts(named)[1] else ":"
             for ratio in ratios:

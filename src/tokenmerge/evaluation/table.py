@@ -89,7 +89,7 @@ def _circumstances(results: Results) -> list[str]:
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
-    idle = [saves_nothing(row.configuration.label, row.modes) for row in results.rows]
+    idle = [saves_nothing(row.configuration.label, row.modes, row.configuration.config) for row in results.rows]
     lines += [note for note in idle if note]
     return lines + [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
 

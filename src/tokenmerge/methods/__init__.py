@@ -8,6 +8,7 @@ from ..config import MergeConfig
 from .base import Given, Method
 from .bipartite import Bipartite
 from .downsample import Pool, ToDo
+from .hold import Hold
 from .lower_bound import LowerBound
 from .toma import Toma
 
@@ -21,6 +22,7 @@ _METHODS: dict[str, Method[Any]] = {
     "pool": Pool(),
     "tomesd": Bipartite(),
     "todo": ToDo(),
+    "hold": Hold(),
     # Merges nothing, but its plan shows what there would be to merge.
     "none": Toma(),
 }

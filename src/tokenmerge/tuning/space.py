@@ -29,8 +29,13 @@ AXES: dict[str, tuple[Changes, ...]] = {
         {"merge": "mean", "unmerge": "pinv", "temperature": 0.05},
     ),
     "anchors": (
-        {"anchor_every": 0, "gap": "hold"},
-        *({"anchor_every": every, "gap": gap} for every in (2, 3, 5, 8) for gap in GAPS),
+        {"anchor_every": 0, "gap": "hold", "trust": 1.0},
+        *(
+            {"anchor_every": every, "gap": gap, "trust": trust}
+            for every in (2, 3, 5, 8)
+            for gap in GAPS
+            for trust in (0.5, 1.0)
+        ),
     ),
     "refresh": (
         {"destinations_every": 10, "weights_every": 5},
@@ -44,7 +49,7 @@ FIXED: tuple[Changes, ...] = (
     *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75, 0.875)),
     {"ratio": 0.75, **_EVEN, "anchor_every": 3},
     {"ratio": 0.875, **_EVEN, "anchor_every": 8},
-    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "start": 0.0, "merge": "mean", **_HARD},
+    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
 )
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000

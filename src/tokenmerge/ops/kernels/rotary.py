@@ -17,8 +17,7 @@ BLOCK_M = tl.constexpr(16)
 
 
 @triton.jit
-def gather_rows(
-    first,
+def gather_rotary_kernel(
     destinations,
     cosines,
     sines,
@@ -31,50 +30,22 @@ def gather_rows(
     sine_n,
     BLOCK_D: tl.constexpr,
 ):
-    """Fill rows of both tables of a merged sequence, from `first` on."""
-    places = first + tl.arange(0, BLOCK_M)
+    """All programs, however many, fill both tables of a merged sequence. Other kernels may do so beside their work."""
     columns = tl.arange(0, BLOCK_D)
-    held = places < rows
-    image = places >= text
-    picked = text + tl.load(destinations + places - text, mask=held & image, other=0)
-    sources = tl.where(image, picked, places)
-    inside = held[:, None] & (columns < width)[None, :]
-    targets = places[:, None] * width + columns[None, :]
-    cosine = tl.load(cosines + sources[:, None] * cosine_n + columns[None, :], mask=inside)
-    sine = tl.load(sines + sources[:, None] * sine_n + columns[None, :], mask=inside)
-    tl.store(merged_cosines + targets, cosine.to(merged_cosines.dtype.element_ty), mask=inside)
-    tl.store(merged_sines + targets, sine.to(merged_sines.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gather_rotary_kernel(
-    destinations,
-    cosines,
-    sines,
-    merged_cosines,
-    merged_sines,
-    text,
-    rows,
-    width,
-    cosine_n,
-    sine_n,
-    BLOCK_D: tl.constexpr,
-):
     first = tl.program_id(0) * BLOCK_M
-    gather_rows(
-        first,
-        destinations,
-        cosines,
-        sines,
-        merged_cosines,
-        merged_sines,
-        text,
-        rows,
-        width,
-        cosine_n,
-        sine_n,
-        BLOCK_D,
-    )
+    while first < rows:
+        places = first + tl.arange(0, BLOCK_M)
+        held = places < rows
+        image = places >= text
+        picked = text + tl.load(destinations + places - text, mask=held & image, other=0)
+        sources = tl.where(image, picked, places)
+        inside = held[:, None] & (columns < width)[None, :]
+        targets = places[:, None] * width + columns[None, :]
+        cosine = tl.load(cosines + sources[:, None] * cosine_n + columns[None, :], mask=inside)
+        sine = tl.load(sines + sources[:, None] * sine_n + columns[None, :], mask=inside)
+        tl.store(merged_cosines + targets, cosine.to(merged_cosines.dtype.element_ty), mask=inside)
+        tl.store(merged_sines + targets, sine.to(merged_sines.dtype.element_ty), mask=inside)
+        first += tl.num_programs(0) * BLOCK_M
 
 
 def is_gathered(rotary: Rotary) -> bool:
@@ -84,8 +55,8 @@ def is_gathered(rotary: Rotary) -> bool:
     return len(rotary.tables) == 2 and contiguous and {each.dtype for each in tables}.issubset(DTYPES)
 
 
-def row_arguments(rotary: Rotary | None, merged: int) -> dict[str, object]:
-    """What `gather_rows` is told of tables, or of none, for a number of merged tokens."""
+def table_arguments(rotary: Rotary | None, merged: int) -> dict[str, object]:
+    """What the kernel is told of tables, or of none, for a number of merged tokens."""
     if rotary is None:
         names = ("cosines", "sines", "merged_cosines", "merged_sines")
         return {**dict.fromkeys(names), "text": 0, "rows": 0, "width": 0, "cosine_n": 0, "sine_n": 0, "BLOCK_D": 1}
@@ -111,4 +82,4 @@ def gather_rotary(rotary: Rotary, destinations: Tensor) -> None:
         return reference.gather_rotary(rotary, destinations)
     programs = triton.cdiv(rotary.merged[0].shape[0], BLOCK_M.value)
     with on_device_of(destinations):
-        _gather_rotary_kernel[(programs,)](destinations.contiguous(), **row_arguments(rotary, destinations.shape[0]))
+        gather_rotary_kernel[(programs,)](destinations.contiguous(), **table_arguments(rotary, destinations.shape[0]))

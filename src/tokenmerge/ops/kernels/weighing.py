@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import Rotary
 from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, token_indices
-from .rotary import BLOCK_M, gather_rotary, gather_rows, is_gathered, row_arguments
+from .rotary import gather_rotary, gather_rotary_kernel, is_gathered, table_arguments
 
 # Largest regions of the kernel.
 _WEIGH_SIZE = 256
@@ -63,23 +63,19 @@ def _weigh_kernel(
     region = pair % regions
     sample = (pair // regions).to(tl.int64)
     if cosines is not None:
-        first = pair * BLOCK_M
-        while first < rows:
-            gather_rows(
-                first,
-                destinations,
-                cosines,
-                sines,
-                merged_cosines,
-                merged_sines,
-                text,
-                rows,
-                width,
-                cosine_n,
-                sine_n,
-                BLOCK_D,
-            )
-            first += tl.num_programs(0) * BLOCK_M
+        gather_rotary_kernel(
+            destinations,
+            cosines,
+            sines,
+            merged_cosines,
+            merged_sines,
+            text,
+            rows,
+            width,
+            cosine_n,
+            sine_n,
+            BLOCK_D,
+        )
     tokens += sample * token_b
     merge += pair.to(tl.int64) * COUNT * SIZE
     unmerge += pair.to(tl.int64) * COUNT * SIZE
@@ -187,7 +183,7 @@ def weigh(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             BLOCK_C=block_size(channels, 32 if not half else 128 if block_k <= 64 else 64),
-            **row_arguments(rotary, regions * count),
+            **table_arguments(rotary, regions * count),
             num_warps=min(8, max(1, block_n * block_k // 512)),
         )
     return merge, unmerge
