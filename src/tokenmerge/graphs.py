@@ -213,7 +213,7 @@ class GraphedForward:
             self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that are kept"
 
     def _see_changes(self) -> None:
-        """Recorded work reads weights where they lay: forget it when modules, weights, buffers or adapters were exchanged."""
+        """Recorded work reads weights and buffers where they lay: forget it when those, modules or adapters change."""
         state = _state_of(self._denoiser)
         if state == self._state:
             return

@@ -48,12 +48,11 @@ def candidates_for(
     """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites. A
     preset that holds has no ratio, and comes once."""
     found = [Candidate("unpatched")]
+    names = {preset: None if preset == "default" else preset for preset in presets}
+    held = [preset for preset, name in names.items() if api.config_for(denoiser, preset=name).holds]
     for ratio in ratios:
-        for preset in presets:
-            named = None if preset == "default" else preset
-            if api.config_for(denoiser, preset=named).holds:
-                continue
-            config = api.config_for(denoiser, preset=named, ratio=ratio, **changes)
+        for preset in (each for each in names if each not in held):
+            config = api.config_for(denoiser, preset=names[preset], ratio=ratio, **changes)
             if config.coverage is not None:
                 raise TokenMergeError(
                     f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
@@ -62,10 +61,9 @@ def candidates_for(
             if config.method in ("toma", *SELECTIONS):
                 found.append(Candidate(f"lower-bound of {preset} {ratio:g}", config.replace(**BOUND)))
             found.append(Candidate(f"{preset} {ratio:g}", config))
-    held = [(preset, api.config_for(denoiser, preset=None if preset == "default" else preset)) for preset in presets]
-    found += [
-        Candidate(f"{preset} {config.ratio:g}", config.replace(**changes)) for preset, config in held if config.holds
-    ]
+    for preset in held:
+        config = api.config_for(denoiser, preset=names[preset], **changes)
+        found.append(Candidate(f"{preset} {config.ratio:g}", config))
     return found
 
 

@@ -1,5 +1,8 @@
-"""Hold: between anchors blocks do not run, and what they changed at the last ones stands in. Merging at its limit, where
-all tokens are removed; a step cache for every family, which compiled code and CUDA graphs can follow."""
+"""Hold: between anchors blocks do not run, and what they changed at the last ones stands in.
+
+It is merging at its limit, where all tokens are removed: a step cache for every family, which compiled code and CUDA
+graphs can follow.
+"""
 
 from __future__ import annotations
 
