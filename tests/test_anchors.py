@@ -12,10 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tiny
 import tokenmerge
 from tokenmerge.adapters import denoiser_of, family_of
+from traces import attributes, same
 
 KINDS = ["sdxl", "sd3", "flux"]
 ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, "anchor_every": 3}
 HELD: dict[str, Any] = {"preset": "hold", "start": 0.0}
+WAYS = [pytest.param({}, id="anchored"), pytest.param(HELD, id="held")]
 
 
 class Loop:
@@ -144,11 +146,12 @@ def test_a_held_anchor_is_exact_and_makes_the_same_input_exact(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_of_a_step_has_gaps_of_its_own(kind: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_call_of_a_step_has_gaps_of_its_own(kind: str, way: dict[str, Any]) -> None:
     plain, _ = build(kind)
     scales = (1.0, 0.3, 2.0)
     expected = [call(plain, scale) for scale in scales]
-    denoiser, loop = build(kind, anchor_every=5)
+    denoiser, loop = build(kind, **way, anchor_every=5)
     loop.set_timesteps()
     for _ in range(3):
         for scale, exact in zip(scales, expected, strict=True):
@@ -157,11 +160,12 @@ def test_every_call_of_a_step_has_gaps_of_its_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_of_a_step_may_differ_in_size(kind: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_of_a_step_may_differ_in_size(kind: str, way: dict[str, Any]) -> None:
     """Skip-layer guidance calls with the whole batch and then with half of it."""
     plain, _ = build(kind)
     expected = [call(plain, batch=batch) for batch in (2, 1)]
-    denoiser, loop = build(kind, anchor_every=5)
+    denoiser, loop = build(kind, **way, anchor_every=5)
     for _ in range(2):
         loop.set_timesteps()
         for _ in range(3):
@@ -226,28 +230,29 @@ def test_more_calls_than_gaps_are_kept_for_run_whole() -> None:
         loop.step()
 
 
-def test_gaps_extrapolate_linearly_in_the_noise_level() -> None:
-    """A gap that grows linearly is met exactly; held, it is not."""
+@pytest.mark.parametrize(("grows", "exact"), [("with steps", "linear"), ("with noise", "sigma")])
+def test_gaps_extrapolate_in_steps_or_in_the_noise_level(grows: str, exact: str) -> None:
+    """A gap that grows as is believed is met exactly; held, or believed to grow otherwise, it is not."""
     errors = {}
-    for gap in ("hold", "linear"):
+    for gap in ("hold", "linear", "sigma"):
         denoiser, loop = build("sdxl", anchor_every=2, gap=gap, levels=(4,))
-        state = denoiser._tokenmerge.state
-        _, memory = state.anchors._memories[0]
+        loop.sigmas = torch.linspace(1, 0, 21) ** 3
+        _, memory = denoiser._tokenmerge.state.anchors._memories[0]
+        levels = [step / 20 for step in range(4)] if grows == "with steps" else loop.sigmas.tolist()
         loop.set_timesteps()
         for step in range(4):
             call(denoiser)
-            level = state.clock.noise_level(step)
             if step == 0:
-                memory.current.image.values.fill_(level)
+                memory.current.image.values.fill_(levels[step])
             if step == 2:
-                # As if the anchor had seen that the gap grew with the noise level.
-                memory.current.image.values.fill_(state.clock.noise_level(0))
-                memory.current.keep(torch.full_like(memory.current.image.values, level), None)
+                # As if the anchor had seen how the gap has grown.
+                memory.current.image.values.fill_(levels[0])
+                memory.current.keep(torch.full_like(memory.current.image.values, levels[step]), None)
             if step == 3:
-                errors[gap] = (memory.current.image_now() - level).abs().max().item()
+                errors[gap] = (memory.current.image_now() - levels[step]).abs().max().item()
             loop.step()
-    assert errors["linear"] < 1e-6
-    assert errors["hold"] > 1e-2
+    assert errors.pop(exact) < 1e-6
+    assert min(errors.values()) > 1e-3
 
 
 class OnADevice(Tensor):
@@ -256,13 +261,13 @@ class OnADevice(Tensor):
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("gap", ["hold", "linear"])
+@pytest.mark.parametrize("gap", ["hold", "linear", "sigma"])
 def test_noise_levels_are_read_where_they_are_needed(gap: str) -> None:
     """From a device that waits for it."""
     denoiser, loop = build("sdxl", gap=gap)
     loop.sigmas = loop.sigmas.as_subclass(OnADevice)
     loop.set_timesteps()
-    assert denoiser._tokenmerge.state.clock.levels == (loop.sigmas.tolist() if gap == "linear" else [])
+    assert denoiser._tokenmerge.state.clock.levels == (loop.sigmas.tolist() if gap == "sigma" else [])
 
 
 def test_maps_change_at_anchors_alone() -> None:
@@ -276,24 +281,29 @@ def test_maps_change_at_anchors_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_anchors_bring_the_picture_back_and_leave_no_trace(kind: str) -> None:
+@pytest.mark.parametrize("way", [pytest.param(ANCHORED, id="anchored"), pytest.param(HELD, id="held")])
+def test_anchors_bring_the_picture_back_and_leave_no_trace(kind: str, way: dict[str, Any]) -> None:
     pipe = tiny.build(kind)
-    original = tiny.draw(pipe, steps=9)
+    original, before = tiny.draw(pipe, steps=9), attributes(pipe)
     errors = []
-    for every in (0, 3):
-        merged = tiny.draw(tokenmerge.apply(pipe, **{**ANCHORED, "anchor_every": every}), steps=9)
+    for options in ({**ANCHORED, "anchor_every": 0}, way):
+        merged = tiny.draw(tokenmerge.apply(pipe, **options), steps=9)
         errors.append((merged - original).abs().mean())
         assert torch.equal(tiny.draw(pipe, steps=9), merged)
-    assert errors[1] < errors[0]
+    assert 0 < errors[1] < errors[0]
     tokenmerge.remove(pipe)
+    after = attributes(pipe)
+    # Every image gives the scheduler timesteps of its own.
+    assert all(same(before[name], after[name]) for name in before if name != "scheduler")
     assert torch.equal(tiny.draw(pipe, steps=9), original)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_sizes_and_batches(kind: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_other_sizes_and_batches(kind: str, way: dict[str, Any]) -> None:
     plain, _ = build(kind)
-    denoiser, loop = build(kind, anchor_every=3)
-    for height, width in ((16, 16), (16, 24), (16, 16)):
+    denoiser, loop = build(kind, **way, anchor_every=3)
+    for height, width in ((16, 16), (16, 24), (18, 14), (16, 16)):
         loop.set_timesteps()
         for _ in range(2):
             result = call(denoiser, height=height, width=width)
@@ -374,7 +384,7 @@ def test_no_graph_is_added_after_the_first_image(kind: str, options: dict[str, A
         ({"anchor_every": -3}, "0 for no anchors"),
         ({"anchor_every": 3, "sites": "component"}, "sites='block'"),
         ({"anchor_every": 3, "sites": "span"}, "sites='block'"),
-        ({"gap": "cubic"}, "hold, linear"),
+        ({"gap": "cubic"}, "hold, linear, sigma"),
         ({"gap_dtype": "float4"}, "tokens, float8"),
         ({"merge": "max"}, "mean, pick"),
         ({"trust": 1.5}, "in \\[0, 1\\]"),

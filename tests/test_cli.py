@@ -56,11 +56,12 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_plan_takes_every_method(method: str, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--model", str(models / "sdxl"), "--method", method, "--ratio", "0.5", "--json") == 0
+    ratio = [] if method == "hold" else ["--ratio", "0.5"]
+    assert run("plan", "--model", str(models / "sdxl"), "--method", method, *ratio, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["config"]["method"] == method
-    kept = 1 if method == "none" else 2
-    merged = [(tokens, [tokens // kept]) for tokens in (4096, 1024)]
+    kept = {"none": 1, "hold": 0}.get(method, 0.5)
+    merged = [(tokens, [tokens * kept]) for tokens in (4096, 1024)]
     assert [(group["tokens"], group["merged"]) for group in plan["groups"]] == merged
     assert (plan["saved"] > 0) == (method != "none")
     # ToDo shortens keys and values only, which no rotary table may turn.

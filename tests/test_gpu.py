@@ -322,7 +322,7 @@ def test_graphs_notice_an_exchanged_buffer() -> None:
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize("option", [{}, {"gap": "linear"}, {"trust": 0.5}])
+@pytest.mark.parametrize("option", [{}, {"gap": "linear"}, {"gap": "sigma"}, {"trust": 0.5}])
 def test_graphs_of_anchored_steps(build: object, option: dict[str, object]) -> None:
     loop = _Loop(build, torch.float16)
     loop.merge(anchor_every=2, **option)
@@ -355,7 +355,7 @@ def test_gaps_follow_noise_levels_that_a_scheduler_keeps_on_the_device() -> None
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     loop, scheduler = _Loop(_flux, torch.float16), FlowMatchEulerDiscreteScheduler()
-    tokenmerge.apply(loop.denoiser, scheduler=scheduler, anchor_every=2, gap="linear")
+    tokenmerge.apply(loop.denoiser, scheduler=scheduler, anchor_every=2, gap="sigma")
     scheduler.set_timesteps(4, device="cuda")
     assert scheduler.sigmas.is_cuda
     assert loop.denoiser._tokenmerge.state.clock.levels == scheduler.sigmas.tolist()

@@ -30,8 +30,9 @@ from tokenmerge.ops import reference
 from traces import attributes, same
 
 KINDS = ("sdxl", "sd3", "flux")
-# ToDo leaves fewer keys than queries, and Flux turns both by one table.
-PAIRS = [pair for pair in itertools.product(METHODS, KINDS) if pair[0] != "none" and pair != ("todo", "flux")]
+# All that merge: `hold` is tested with anchors. ToDo leaves fewer keys than queries, and Flux turns both by one table.
+MERGING = [method for method in METHODS if method not in ("none", "hold")]
+PAIRS = [pair for pair in itertools.product(MERGING, KINDS) if pair != ("todo", "flux")]
 BLOCK_PAIRS = [pair for pair in PAIRS if pair[0] in ("tomesd", "tofu", "pool")]
 
 

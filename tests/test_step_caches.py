@@ -141,6 +141,17 @@ def test_a_first_block_that_runs_in_skipped_calls_is_refused() -> None:
     assert torch.equal(draw(pipe), anchored)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_over_held_blocks_is_refused(cache: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), preset="hold")
+    held = draw(pipe)
+    pipe.transformer.enable_cache(CACHES[cache])
+    with pytest.raises(tokenmerge.TokenMergeError, match="blocks are held already"):
+        draw(pipe)
+    pipe.transformer.disable_cache()
+    assert torch.equal(draw(pipe), held)
+
+
 def test_a_refused_call_is_refused_again() -> None:
     """Without a scheduler a second try is another call of the same step."""
     transformer = tiny.build("flux").transformer

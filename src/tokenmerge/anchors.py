@@ -88,7 +88,7 @@ class Anchors:
         if (turn, call.device) not in self._ahead:
             with torch.inference_mode(False):
                 self._ahead[turn, call.device] = torch.zeros((), device=call.device)
-        ahead, linear = self._ahead[turn, call.device], self._config.gap == "linear"
+        ahead, linear = self._ahead[turn, call.device], self._config.gap != "hold"
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
@@ -123,7 +123,7 @@ class Anchors:
         return [GapSize(call.batch, count, call.text_tokens, call.dtype, call.device) for count in tokens]
 
     def _distance(self, steps: list[int]) -> float:
-        """Of this step from the last anchor over that between the last two, in noise levels; 0 after one."""
+        """Of this step from the last anchor over that between the last two, in noise levels or steps; 0 after one."""
         if len(steps) < 2:
             return 0.0
         before, last, now = (self._clock.noise_level(step) for step in (*steps[-2:], self._clock.step))

@@ -229,7 +229,7 @@ def resolve_config(
 
 
 def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
-    """What the steps of an image did, where they did different things. held: whether blocks do not run between anchors."""
+    """What the steps of an image did, where they did different things. held: whether blocks run at anchors alone."""
     named = {"full": "whole", "anchor": "whole and merged (anchors)", "merged": "merged"}
     if held:
         named |= {"anchor": "whole (anchors)", "merged": "held"}
@@ -380,6 +380,11 @@ def _check_caches(denoiser: nn.Module, plan_: Plan) -> None:
             raise TokenMergeError(
                 f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
                 "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
+            )
+        if config.holds:
+            raise TokenMergeError(
+                f"a cache ({name}) skips steps, and between anchors blocks are held already; use one of both: call "
+                "disable_cache(), or use another method"
             )
         if config.sites == "span":
             raise TokenMergeError(

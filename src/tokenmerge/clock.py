@@ -29,7 +29,7 @@ class Clock:
         return (self.begin + step) / self.total if self.total else None
 
     def noise_level(self, step: int) -> float:
-        """The noise level of a step, or its number where levels are not known."""
+        """The noise level of a step, or its number where levels are not known or not asked for."""
         place = self.begin + step
         return self.levels[place] if place < len(self.levels) else float(step)
 

@@ -299,7 +299,7 @@ class HeldSite(Site):
         text = self.ports.text_tokens.read(args, kwargs) if self.ports.text_tokens else None
         if self.state.mode == "anchor":
             output = self.original(*args, **kwargs)
-            # Makes no map, but notes that the block ran.
+            # There is no map to make; this says that the anchor has run.
             self.refresh(self.split(tokens)[1], [])
             (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
             change = None if text is None or text_out is None else (text_out - text).detach()

@@ -205,7 +205,7 @@ class MergeState:
         timesteps = getattr(scheduler, "timesteps", None)
         sigmas = getattr(scheduler, "sigmas", None)
         # Some schedulers keep them on the device, for which reading them waits.
-        levels = sigmas.tolist() if isinstance(sigmas, Tensor) and self.config.gap == "linear" else None
+        levels = sigmas.tolist() if isinstance(sigmas, Tensor) and self.config.gap == "sigma" else None
         self.clock.start_image(None if timesteps is None else len(timesteps), levels)
         self._set_mode()
 

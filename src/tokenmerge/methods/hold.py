@@ -18,7 +18,7 @@ from .base import Given, Method
 
 
 class Hold(Method[MergeMap]):
-    """Its map is empty, and only there to tell anchors that ran from those that a cache skipped."""
+    """Its map is empty. Renewing it says that an anchor has run."""
 
     REFRESHES = False
     SITES = ("block",)
@@ -46,7 +46,7 @@ class Hold(Method[MergeMap]):
         return MergeMap.over(layout, ops, tensors)
 
     def renew(self, merge_map: MergeMap, phase: str, given: Given) -> None:
-        pass
+        """There is nothing to fill."""
 
     def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
         return 0.0

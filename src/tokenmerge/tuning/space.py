@@ -14,6 +14,9 @@ Changes = Mapping[str, Any]
 
 _EVEN: Changes = {"block_ratios": None, "step_ratios": None}
 _HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
+_HELD: Changes = {"method": "hold", "ratio": 1.0}
+_STARTS: tuple[Changes, ...] = tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3))
+_SKIPS: tuple[Changes, ...] = tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375))
 
 # A candidate takes one entry of every axis. Fields that only make sense together share an axis, so that no combination
 # is without meaning: between hard clusters the pseudo-inverse is the transpose, and soft ones need it.
@@ -41,22 +44,29 @@ AXES: dict[str, tuple[Changes, ...]] = {
         {"destinations_every": 10, "weights_every": 5},
         {"destinations_every": 1, "weights_every": 1},
     ),
-    "start": tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3)),
-    "skip_first": tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375)),
+    "start": _STARTS,
+    "skip_first": _SKIPS,
+}
+# The same for blocks that do not run between anchors.
+HELD_AXES: dict[str, tuple[Changes, ...]] = {
+    "amount": ({**_EVEN, **_HELD},),
+    "anchors": tuple({"anchor_every": every, "gap": gap} for every in (2, 3, 4, 5, 8) for gap in GAPS),
+    "start": _STARTS,
+    "skip_first": _SKIPS,
 }
 # Always among the candidates, as changes of the family's preset: what a user would try first.
 FIXED: tuple[Changes, ...] = (
-    *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75, 0.875)),
-    {"ratio": 0.75, **_EVEN, "anchor_every": 3},
+    *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75)),
     {"ratio": 0.875, **_EVEN, "anchor_every": 8},
     {"ratio": 0.5, **_EVEN, "anchor_every": 0, "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
+    *({**_EVEN, **_HELD, "anchor_every": every, "gap": "linear"} for every in (3, 5)),
 )
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000
 
 
 def draw_candidates(base: MergeConfig, count: int, seed: int) -> tuple[Configuration, ...]:
-    """`count` different candidates: the fixed ones, then ones drawn from `AXES` by a generator of its own.
+    """`count` different candidates: the fixed ones, then ones drawn from either kind of axes by a generator of its own.
 
     base: the preset of the model's family, which gives all fields that no axis has.
     """
@@ -68,7 +78,7 @@ def draw_candidates(base: MergeConfig, count: int, seed: int) -> tuple[Configura
     generator = Random(seed)
     while len(configs) < count:
         changes: dict[str, Any] = {}
-        for axis in AXES.values():
+        for axis in generator.choice((AXES, HELD_AXES)).values():
             changes |= generator.choice(axis)
         config = base.replace(**changes)
         if fits_regions(config):
