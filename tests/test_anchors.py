@@ -12,6 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tiny
 import tokenmerge
 from tokenmerge.adapters import denoiser_of, family_of
+from tokenmerge.api import token_maps
+from tokenmerge.hooks import _added
 from traces import attributes, same
 
 KINDS = ["sdxl", "sd3", "flux"]
@@ -130,6 +132,7 @@ def test_held_blocks_do_not_run_and_change_tokens_as_at_the_anchor(kind: str) ->
     call(denoiser, 0.5)
     assert len(ran) == 2 * len(blocks)
     assert tokenmerge.summary(denoiser).steps == {"anchor": 2, "merged": 2}
+    assert token_maps(denoiser) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -398,15 +401,57 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 0.5}, "ratio is 1: leave it out"),
+        ({"ratio": 0.5}, "its ratio is 1; use preset='hold'"),
         ({"anchor_every": 0}, "use anchor_every=2"),
         ({"sites": "component"}, "sites='block'"),
-        ({"step_ratios": (0.25, 0.5)}, "ratio is 1: leave it out"),
+        ({"step_ratios": (0.25, 0.5)}, "step_ratios was given"),
+        ({"block_ratios": (0.25, 0.5)}, "block_ratios was given"),
     ],
 )
 def test_what_cannot_be_held_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match=message):
         tokenmerge.apply(tiny.build("sdxl"), preset="hold", **options)
+
+
+def test_weights_that_come_with_blocks_that_run_are_refused_for_held_ones() -> None:
+    pipe, cpu = tiny.build("sd3"), torch.device("cpu")
+    denoiser_of(pipe).enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=2)
+    tokenmerge.apply(pipe, preset="hold")
+    with pytest.raises(tokenmerge.TokenMergeError, match="group offload"):
+        tiny.draw(pipe)
+    tokenmerge.remove(pipe)
+    assert tiny.draw(pipe).isfinite().all()
+
+
+def test_sigmas_of_a_scheduler_that_has_none_are_refused() -> None:
+    pipe = tiny.build("sdxl")
+    pipe.scheduler = tiny.ddim()
+    with pytest.raises(tokenmerge.TokenMergeError, match="DDIMScheduler has none; use gap='linear'"):
+        tokenmerge.apply(pipe, **ANCHORED, gap="sigma")
+    tokenmerge.apply(pipe, **{**ANCHORED, "anchor_every": 0}, gap="sigma")
+
+
+def test_held_blocks_take_what_merged_tokens_cannot_follow() -> None:
+    pipe = tiny.build("sdxl")
+    for module in pipe.unet.modules():
+        if hasattr(module, "set_chunk_feed_forward"):
+            module.set_chunk_feed_forward(16, dim=1)
+    plain = tiny.draw(pipe, steps=8)
+    held = tiny.draw(tokenmerge.apply(pipe, preset="hold"), steps=8)
+    assert 0 < (held - plain).abs().max() < 0.1
+
+
+def test_gaps_stay_within_fp16() -> None:
+    largest = torch.finfo(torch.float16).max
+    tokens = torch.tensor([0.9 * largest, -0.9 * largest, 1.0], dtype=torch.float16)
+    assert _added(tokens, tokens).tolist() == [largest, -largest, 2.0]
+
+
+def test_so_few_steps_that_nothing_is_held_say_so() -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), preset="hold")
+    tiny.draw(pipe, steps=2)
+    told = str(tokenmerge.summary(pipe))
+    assert "1 whole, 1 whole (anchors): nothing was saved. For so few steps begin at once" in told
 
 
 @pytest.mark.parametrize("method", ["tomesd", "tofu"])

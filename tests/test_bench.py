@@ -73,6 +73,13 @@ def test_phases_follow_the_method(method: str, counts: dict[str, int]) -> None:
     assert {phase: phases.count(phase) for phase in dict.fromkeys(phases)} == counts
 
 
+@pytest.mark.parametrize(("presets", "changes"), [(["default", "hold"], {}), (["default"], {"method": "hold"})])
+def test_held_blocks_come_once_whatever_ratios_are_asked_for(presets: list[str], changes: dict[str, str]) -> None:
+    found = bench.candidates_for(tiny.sdxl_unet(), presets, (0.5, 0.75), changes)
+    (held,) = [candidate.config for candidate in found if candidate.config and candidate.config.holds]
+    assert held == tokenmerge.presets()["hold"]
+
+
 @pytest.mark.parametrize(
     ("options", "steps", "step", "phase"),
     [

@@ -29,7 +29,7 @@ from skimage.color import rgb2lab
 from interrupts import interrupt
 from judges import write_networks
 from test_readme import save_sdxl
-from tokenmerge import TokenMergeError, cli, files
+from tokenmerge import TokenMergeError, cli, files, measure
 from tokenmerge.adapters import caches
 from tokenmerge.adapters.loading import load_pipeline
 from tokenmerge.cli import main
@@ -284,6 +284,20 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
         with pytest.raises(TokenMergeError, match=words):
             evaluate(task(networks, **changes), finished, resume=True)
     assert comparable(finished) == before
+
+
+def test_a_commit_is_that_of_this_code_and_not_of_what_lies_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=somebody", "-c", "user.email=somebody@example.com"]
+    installed = tmp_path / "measure.py"
+    installed.touch()
+    monkeypatch.setattr(measure, "__file__", str(installed))
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
+    assert measure._commit() is None
+    subprocess.run([*git, "add", "measure.py"], check=True)
+    assert measure._commit() is not None
 
 
 def test_commits_are_all_kept_and_versions_must_be_the_same(

@@ -26,6 +26,7 @@ from .hooks import (
     Site,
     Span,
     cache_hooks,
+    is_group_offloaded,
     leads_cache,
 )
 from .methods import method_for
@@ -192,10 +193,10 @@ class TokenMap:
 
 
 def token_maps(model: Any) -> list[TokenMap]:
-    """The maps of a model that has run with merging, one for each group; reference images are left out."""
+    """The maps of a model that has run with merging, one for each group that has one, without reference images."""
     record = vars(denoiser_of(model)).get(RECORD)
     maps = []
-    for group in record.state.groups if record is not None else ():
+    for group in record.state.groups if record is not None and not record.plan.config.holds else ():
         if group.partition is None or group.slot is None or not group.has_maps:
             continue
         grid, layout = group.grids[0], group.partition.layout
@@ -237,6 +238,8 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
     way_out = "For so few steps merge at every one: start=0, anchor_every=0."
+    if held:
+        way_out = "For so few steps begin at once, with start=0, or use a method that merges."
     return f"Steps of the last image: {told}: nothing was saved. {way_out}"
 
 
@@ -304,6 +307,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
     def at_image_start() -> None:
         _check_caches(denoiser, plan_)
         _check_fused(denoiser, plan_.config)
+        _check_offload(plan_)
         installation.follow()
 
     state.at_image_start = at_image_start
@@ -322,8 +326,10 @@ class _Observer:
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._family.refuse(self._state.config, args, kwargs)
-        _check_chunks(self._first_block)
+        if not self._state.config.holds:
+            # Blocks that run whole or not at all take what merged tokens cannot follow.
+            self._family.refuse(self._state.config, args, kwargs)
+            _check_chunks(self._first_block)
         self._state.enter(self._family.read(denoiser, args, kwargs))
 
     @torch.compiler.disable
@@ -345,9 +351,12 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
             f"{window if config.schedule.windowed else 'step_ratios'} needs to know how many steps there are; "
             "apply to the pipeline, or give scheduler=..."
         )
+    if config.gap == "sigma" and config.schedule.anchor_every and getattr(scheduler, "sigmas", None) is None:
+        named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
+        raise TokenMergeError(f"gap='sigma' follows the sigmas of a scheduler, and {named}; use gap='linear'")
     _check_fused(denoiser, config)
     blocks = family.blocks(denoiser)
-    if blocks:
+    if blocks and not config.holds:
         _check_chunks(blocks[0].module)
 
 
@@ -360,6 +369,15 @@ def _check_fused(denoiser: nn.Module, config: MergeConfig) -> None:
         raise TokenMergeError(
             f"fused projections make keys and values together with queries, and method {config.method!r} gives them "
             "other tokens; call unfuse_qkv_projections() first"
+        )
+
+
+def _check_offload(plan_: Plan) -> None:
+    """Refuse weights that come and go with the blocks of a group, where some of those do not run."""
+    if plan_.config.holds and any(is_group_offloaded(site.block.module) for site in plan_.merged_sites):
+        raise TokenMergeError(
+            "group offload moves weights when blocks run, and held blocks do not; use enable_model_cpu_offload() or "
+            "enable_sequential_cpu_offload(), or a method that merges"
         )
 
 
@@ -376,15 +394,15 @@ def _check_caches(denoiser: nn.Module, plan_: Plan) -> None:
     """Refuse caches, enabled since `apply`, that merging does not go with."""
     config = plan_.config
     for name in cache_hooks(denoiser):
-        if name.startswith(INNER_CACHES):
-            raise TokenMergeError(
-                f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
-                "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
-            )
         if config.holds:
             raise TokenMergeError(
                 f"a cache ({name}) skips steps, and between anchors blocks are held already; use one of both: call "
                 "disable_cache(), or use another method"
+            )
+        if name.startswith(INNER_CACHES):
+            raise TokenMergeError(
+                f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
+                "use FirstBlockCache or MagCache, call disable_cache(), or remove merging"
             )
         if config.sites == "span":
             raise TokenMergeError(

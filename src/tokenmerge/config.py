@@ -253,10 +253,13 @@ class MergeConfig:
                 )
 
     def _check_hold(self) -> None:
+        for name in ("step_ratios", "block_ratios"):
+            if getattr(self, name) is not None:
+                raise TokenMergeError(f"{name} was given, and method 'hold' merges nothing; leave it out")
         if self.ratio != 1.0:
             raise TokenMergeError(
-                f"ratio is {self.ratio}; method 'hold' runs no token between anchors, so with it ratio is 1: leave it "
-                "out, or use method='toma'"
+                f"ratio is {self.ratio}, and method 'hold' runs no token between anchors, so that its ratio is 1; use "
+                "preset='hold', which says so, or for a ratio method='toma'"
             )
         if not self.schedule.anchor_every:
             raise TokenMergeError(

@@ -293,9 +293,7 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
         lines.append([str(shot.seed), shot.variant.label, f"{shot.seconds:.2f}", speed, shot.tokens, *values])
     text = table(header, lines)
     if any(shot.modes.get("merged") and shot.speed_up < 1 for row in rows for shot in row):
-        text += (
-            "\n\nBelow 1.00x merging cost more than it saved: it pays with more tokens (a larger size) or more work "
-        )
+        text += "\n\nBelow 1.00x that cost more than it saved: it pays with more tokens (a larger size) or more work "
         text += "per launch (a larger batch, --compile)."
     notes = [saves_nothing(shot.variant.label, shot.modes, shot.variant.config) for row in rows for shot in row]
     return "\n\n".join([text, *dict.fromkeys(note for note in notes if note)])

@@ -37,10 +37,12 @@ OUTER_CACHES = ("fbc_", "mag_cache_")
 INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
 # Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
 _CACHE_LEADER = "fbc_leader"
+_GROUP_OFFLOAD = "group_offloading"
 # Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for whole steps, one for
 # anchors and one for merged steps: first for one size, then for any, for tiles that fit and that do not, for batches of
 # one and of more, and for blocks that are given other strides.
 _GRAPHS = 64
+_FP16_MAX = torch.finfo(torch.float16).max
 # The arguments of a call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -244,7 +246,7 @@ class BlockSite(Site):
             return whole
         output = self.run_merged(args, kwargs, gap.image_now())
         text, missing = self.ports.text(output), gap.text_now()
-        return output if text is None or missing is None else self.ports.with_text(output, text + missing)
+        return output if text is None or missing is None else self.ports.with_text(output, _added(text, missing))
 
     def remember(self, gap: Gap, whole: Any, merged: Any) -> None:
         """Keep what the block gave out on all tokens beyond what it gave on merged ones."""
@@ -305,10 +307,16 @@ class HeldSite(Site):
             change = None if text is None or text_out is None else (text_out - text).detach()
             gap.keep((image - tokens).detach(), change)
             return output
-        image, change = tokens + gap.image_now(), gap.text_now()
+        image, change = _added(tokens, gap.image_now()), gap.text_now()
         if self.ports.outputs is None:
             return image
-        return (text if text is None or change is None else text + change), image
+        return (text if text is None or change is None else _added(text, change)), image
+
+
+def _added(tokens: Tensor, gap: Tensor) -> Tensor:
+    """Within what fp16 can hold, as diffusers' blocks keep what they give out."""
+    added = tokens + gap
+    return added.clip(-_FP16_MAX, _FP16_MAX) if added.dtype == torch.float16 else added
 
 
 class _Placed:
@@ -424,6 +432,11 @@ def is_cache_hook(name: str) -> bool:
 def leads_cache(block: nn.Module) -> bool:
     """Whether a block also runs in calls in which a cache skips the others."""
     return any(name.startswith(_CACHE_LEADER) for name in _hook_names(block))
+
+
+def is_group_offloaded(block: nn.Module) -> bool:
+    """Whether diffusers brings a block's weights to the device when the first of its group runs."""
+    return _GROUP_OFFLOAD in _hook_names(block)
 
 
 def _hook_names(module: nn.Module) -> list[str]:

@@ -136,12 +136,15 @@ def free_memory(device: torch.device) -> None:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """Of this code. An installed copy may lie inside of somebody else's repository, which does not know it."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
     try:
-        told = subprocess.run(command, capture_output=True, text=True)
+        known = subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True)
+        told = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
     except FileNotFoundError:
         return None
-    return told.stdout.strip() or None
+    return told.stdout.strip() or None if known.returncode == 0 else None
 
 
 def _wait(device: torch.device) -> None:

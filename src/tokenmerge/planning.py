@@ -114,6 +114,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
+        done, doing = ("held", "holding") if self.config.holds else ("merged", "merging")
         lines = [f"{self.model} ({self.family}): {self._headline()}"]
         if self.groups:
             rows = [
@@ -122,16 +123,16 @@ class Plan:
                     f"{group.merged_blocks} of {group.blocks}",
                     str(group.grid),
                     f"{group.grid.count} -> {', '.join(map(str, group.merged))}",
-                    group.regions if group.layouts else "not merged",
+                    group.regions if group.layouts else f"not {done}",
                     f"{group.saved / self._total:.1%}",
                     f"{group.spent / self._total:.1%}",
                 ]
                 for group in self.groups
             ]
-            lines += ["", table(["group", "blocks merged", "grid", "tokens", "regions", "saved", "spent"], rows)]
+            lines += ["", table(["group", f"blocks {done}", "grid", "tokens", "regions", "saved", "spent"], rows)]
             lines += [
                 "",
-                f"Multiplications in transformer blocks, by the paper's cost model: merging saves {self.saved:.1%}",
+                f"Multiplications in transformer blocks, by the paper's cost model: {doing} saves {self.saved:.1%}",
             ]
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
             lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config)}"
@@ -140,7 +141,7 @@ class Plan:
                 lines.append(f"By this count the model would be slower merged than unmerged; raise the ratio{more}.")
         reasons = skip_reasons(self.sites)
         if reasons:
-            lines += ["", "Not merged:", *(f"  {count} x {reason}" for reason, count in reasons.items())]
+            lines += ["", f"Not {done}:", *(f"  {count} x {reason}" for reason, count in reasons.items())]
         return "\n".join(lines)
 
     def _headline(self) -> str:

@@ -49,7 +49,7 @@ def candidates_for(
     preset that holds has no ratio, and comes once."""
     found = [Candidate("unpatched")]
     names = {preset: None if preset == "default" else preset for preset in presets}
-    held = [preset for preset, name in names.items() if api.config_for(denoiser, preset=name).holds]
+    held = [preset for preset, name in names.items() if _holds(denoiser, name, changes)]
     for ratio in ratios:
         for preset in (each for each in names if each not in held):
             config = api.config_for(denoiser, preset=names[preset], ratio=ratio, **changes)
@@ -65,6 +65,10 @@ def candidates_for(
         config = api.config_for(denoiser, preset=names[preset], **changes)
         found.append(Candidate(f"{preset} {config.ratio:g}", config))
     return found
+
+
+def _holds(denoiser: nn.Module, preset: str | None, changes: Mapping[str, Any]) -> bool:
+    return changes.get("method", api.config_for(denoiser, preset=preset).method) == "hold"
 
 
 def phases_of(config: MergeConfig, steps: int) -> list[str]:
