@@ -6,22 +6,22 @@ graphs can follow.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from ..config import MergeConfig
 from ..grid import Layout, Partition, TokenGrid
-from ..mergemap import MergeMap
-from .base import Given, Method
+from .base import Given, LinearMethod
 
 
-class Hold(Method[MergeMap]):
-    """Its map is empty. Renewing it says that an anchor has run."""
+class Hold(LinearMethod):
+    """Its map has no destinations. Renewing it says that an anchor has run."""
 
     REFRESHES = False
     SITES = ("block",)
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        return config.replace(regions="whole", merge_regions=None)
 
     def layout(self, token_count: int, config: MergeConfig) -> Layout:
         return Layout(token_count, select_size=token_count, select_count=0, merge_size=token_count)
@@ -29,24 +29,9 @@ class Hold(Method[MergeMap]):
     def partition(self, grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
         return Partition(self.layout(sum(grid.count for grid in grids), config), None, None, "held", grids)
 
-    def empty_map(
-        self,
-        layout: Layout,
-        ops: ModuleType,
-        config: MergeConfig,
-        batch: int,
-        *,
-        shared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> MergeMap:
-        return MergeMap.empty(layout, ops, batch, ordered=False, shared=shared, dtype=dtype, device=device)
+    def select(self, given: Given) -> Tensor:
+        return given.tokens.new_empty(given.samples, 1, 0, dtype=torch.int64)
 
-    def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
-        return MergeMap.over(layout, ops, tensors)
-
-    def renew(self, merge_map: MergeMap, phase: str, given: Given) -> None:
-        """There is nothing to fill."""
-
-    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
-        return 0.0
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
+        batch, count, _ = given.tokens.shape
+        return given.tokens.new_empty(batch, 1, 0, count), given.tokens.new_empty(batch, 1, count, 0)
