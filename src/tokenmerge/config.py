@@ -259,8 +259,10 @@ class MergeConfig:
         if self.ratio != 1.0:
             raise TokenMergeError(
                 f"ratio is {self.ratio}, and method 'hold' runs no token between anchors, so that its ratio is 1; use "
-                "preset='hold', which says so, or for a ratio method='toma'"
+                "preset='hold' without a ratio, or method='toma' with one"
             )
+        if self.sites != "block":
+            raise TokenMergeError(f"method 'hold' leaves out whole blocks, and sites is {self.sites!r}; use sites='block'")
         if not self.schedule.anchor_every:
             raise TokenMergeError(
                 "method 'hold' holds what blocks changed at anchors, and anchor_every is 0; use anchor_every=2 or more"
