@@ -403,7 +403,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
     [
         ({"ratio": 0.5}, "its ratio is 1; use preset='hold'"),
         ({"anchor_every": 0}, "use anchor_every=2"),
-        ({"sites": "component"}, "sites='block'"),
+        ({"sites": "component"}, "use 'block'"),
         ({"step_ratios": (0.25, 0.5)}, "step_ratios was given"),
         ({"block_ratios": (0.25, 0.5)}, "block_ratios was given"),
     ],

@@ -262,7 +262,7 @@ class MergeConfig:
                 "preset='hold' without a ratio, or method='toma' with one"
             )
         if self.sites != "block":
-            raise TokenMergeError(f"method 'hold' leaves out whole blocks, and sites is {self.sites!r}; use sites='block'")
+            raise TokenMergeError(f"method 'hold' leaves whole blocks out; sites is {self.sites!r}: use 'block'")
         if not self.schedule.anchor_every:
             raise TokenMergeError(
                 "method 'hold' holds what blocks changed at anchors, and anchor_every is 0; use anchor_every=2 or more"
