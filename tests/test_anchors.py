@@ -107,7 +107,7 @@ def test_trust_is_the_share_of_a_merged_change_that_counts(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_blocks_do_not_run_and_change_tokens_as_at_the_anchor(kind: str) -> None:
-    denoiser, loop = build(kind, **HELD, gap="hold", anchor_every=5)
+    denoiser, loop = build(kind, **HELD, gap="last", anchor_every=5)
     blocks = family_of(denoiser).blocks(denoiser)
     ports, ran, seen = blocks[-1].kind.ports, [], []
     for block in blocks:
@@ -237,7 +237,7 @@ def test_more_calls_than_gaps_are_kept_for_run_whole() -> None:
 def test_gaps_extrapolate_in_steps_or_in_the_noise_level(grows: str, exact: str) -> None:
     """A gap that grows as is believed is met exactly; held, or believed to grow otherwise, it is not."""
     errors = {}
-    for gap in ("hold", "linear", "sigma"):
+    for gap in ("last", "linear", "sigma"):
         denoiser, loop = build("sdxl", anchor_every=2, gap=gap, levels=(4,))
         loop.sigmas = torch.linspace(1, 0, 21) ** 3
         _, memory = denoiser._tokenmerge.state.anchors._memories[0]
@@ -264,7 +264,7 @@ class OnADevice(Tensor):
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("gap", ["hold", "linear", "sigma"])
+@pytest.mark.parametrize("gap", ["last", "linear", "sigma"])
 def test_noise_levels_are_read_where_they_are_needed(gap: str) -> None:
     """From a device that waits for it."""
     denoiser, loop = build("sdxl", gap=gap)
@@ -316,7 +316,7 @@ def test_other_sizes_and_batches(kind: str, way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("gap", ["hold", "linear"])
+@pytest.mark.parametrize("gap", ["last", "linear"])
 def test_gaps_of_8_bits_take_a_quarter_of_fp32_and_stay_near(kind: str, gap: str) -> None:
     plain, _ = build(kind)
     expected = call(plain)
@@ -387,7 +387,7 @@ def test_no_graph_is_added_after_the_first_image(kind: str, options: dict[str, A
         ({"anchor_every": -3}, "0 for no anchors"),
         ({"anchor_every": 3, "sites": "component"}, "sites='block'"),
         ({"anchor_every": 3, "sites": "span"}, "sites='block'"),
-        ({"gap": "cubic"}, "hold, linear, sigma"),
+        ({"gap": "cubic"}, "last, linear, sigma"),
         ({"gap_dtype": "float4"}, "tokens, float8"),
         ({"merge": "max"}, "mean, pick"),
         ({"trust": 1.5}, "in \\[0, 1\\]"),

@@ -113,7 +113,7 @@ def test_models_take_every_candidate(preset: str, model: str) -> None:
 def test_no_candidate_is_without_meaning() -> None:
     configs = [item.config for item in draw_candidates(load_preset("dit-anchored"), 400, seed=1)]
     for config in configs:
-        assert config.gap == "hold" or config.schedule.anchor_every
+        assert config.gap == "last" or config.schedule.anchor_every
         assert (config.unmerge == "pinv") == (config.temperature > 0.01)
         assert config.unmerge == "transpose" or config.merge == "mean"
         if config.regions == "tile:2x2":

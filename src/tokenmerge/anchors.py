@@ -88,7 +88,7 @@ class Anchors:
         if (turn, call.device) not in self._ahead:
             with torch.inference_mode(False):
                 self._ahead[turn, call.device] = torch.zeros((), device=call.device)
-        ahead, linear = self._ahead[turn, call.device], self._config.gap != "hold"
+        ahead, linear = self._ahead[turn, call.device], self._config.gap != "last"
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
@@ -108,9 +108,9 @@ class Anchors:
         """Of this call, by memory."""
         return [memory.current for _, memory in self._memories]
 
-    def still_hold(self, gaps: list[Gap | None]) -> bool:
+    def owns(self, gaps: list[Gap | None]) -> bool:
         """Whether none of an earlier call's gaps has been given up since."""
-        return all(memory.holds(gap) for (_, memory), gap in zip(self._memories, gaps, strict=True))
+        return all(memory.owns(gap) for (_, memory), gap in zip(self._memories, gaps, strict=True))
 
     @property
     def nbytes(self) -> int:

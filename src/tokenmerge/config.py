@@ -21,7 +21,7 @@ SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform
 SIMILARITIES = ("cosine", "dot")
 MERGES = ("mean", "pick")
 UNMERGES = ("transpose", "pinv")
-GAPS = ("hold", "linear", "sigma")
+GAPS = ("last", "linear", "sigma")
 GAP_DTYPES = ("tokens", "float8")
 SITES = ("component", "block", "span")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
@@ -166,9 +166,9 @@ class MergeConfig:
     # What a merged token is: the mean of those that merge into it, or its destination itself.
     merge: str = "mean"
     unmerge: str = "transpose"
-    # Between anchors the gap of the last one is held, or extrapolated from the last two: linearly in steps, or in the
+    # Between anchors the gap is that of the last one, or extrapolated from the last two: linearly in steps, or in the
     # noise level.
-    gap: str = "hold"
+    gap: str = "last"
     # How much of what a merged block has changed since the last anchor counts, from 0 to 1; without anchors all does.
     trust: float = 1.0
     # Gaps are kept in the dtype of the tokens, or in 8 bits: less memory, and coarser.

@@ -105,7 +105,7 @@ class GapMemory:
         """Give up the memory of a gap."""
         self._gaps.pop((size if self.has_text else size._replace(text_tokens=0), turn), None)
 
-    def holds(self, gap: Gap | None) -> bool:
+    def owns(self, gap: Gap | None) -> bool:
         return gap is None or any(each is gap for each in self._gaps.values())
 
     @property

@@ -232,7 +232,7 @@ class MergeGroup:
     def _rotary_is_due(due: _Due) -> bool:
         return due.phase == "select" or not due.record.rotary
 
-    def holds(self, slot: Slot | None) -> bool:
+    def owns(self, slot: Slot | None) -> bool:
         return any(each is slot for each in self._slots.values())
 
     def kind(self) -> tuple[Any, ...] | None:

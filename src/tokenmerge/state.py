@@ -174,8 +174,8 @@ class MergeState:
     def still_owns(self, owners: list[Any]) -> bool:
         """Whether no tensor of an earlier call has been given up since."""
         slots, gaps = owners[: len(self.groups)], owners[len(self.groups) :]
-        held = all(group.holds(slot) for group, slot in zip(self.groups, slots, strict=True))
-        return held and self.anchors.still_hold(gaps)
+        owned = all(group.owns(slot) for group, slot in zip(self.groups, slots, strict=True))
+        return owned and self.anchors.owns(gaps)
 
     def follow_scheduler(self) -> None:
         """Listen to the scheduler in use, also after the user has put another one into the pipeline."""

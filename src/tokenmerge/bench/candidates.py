@@ -30,8 +30,8 @@ class Candidate:
         from the device. Fixed maps are made once; those of the bound cost nothing by definition."""
         if self.config is None:
             return ["full"] * steps
-        phases = phases_of(self.config, steps)
         method = method_for(self.config)
+        phases = phases_of(method.settle(self.config), steps)
         if self.config.method == "lower-bound":
             return [_renamed(phase, "reuse") for phase in phases]
         if method.PER_BLOCK:

@@ -6,6 +6,8 @@ graphs can follow.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,13 @@ from .base import Given, LinearMethod
 
 
 class Hold(LinearMethod):
-    """Its map has no destinations. Renewing it says that an anchor has run."""
+    """Its map has no destinations. Renewing it, at each anchor alike, says that one has run."""
 
-    REFRESHES = False
     SITES = ("block",)
 
     def settle(self, config: MergeConfig) -> MergeConfig:
-        return config.replace(regions="whole", merge_regions=None)
+        schedule = dataclasses.replace(config.schedule, destinations_every=1)
+        return config.replace(regions="whole", merge_regions=None, schedule=schedule)
 
     def layout(self, token_count: int, config: MergeConfig) -> Layout:
         return Layout(token_count, select_size=token_count, select_count=0, merge_size=token_count)

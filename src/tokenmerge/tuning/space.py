@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Changes, ...]] = {
         {"merge": "mean", "unmerge": "pinv", "temperature": 0.05},
     ),
     "anchors": (
-        {"anchor_every": 0, "gap": "hold", "trust": 1.0},
+        {"anchor_every": 0, "gap": "last", "trust": 1.0},
         *(
             {"anchor_every": every, "gap": gap, "trust": trust}
             for every in (2, 3, 5, 8)
