@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -387,3 +389,18 @@ def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_i
         hold = partial(graphs._held, device=torch.device("cpu"))
         denoiser(**pytree.tree_map_only(torch.Tensor, hold, arguments))
     assert counter.frame_count == compiled
+
+
+def test_graphs_that_are_undone_let_go_of_what_was_merged() -> None:
+    pipe = apply(build("sdxl"))
+    recorder = graphs.GraphedForward(pipe.unet, lambda: None)
+    recorder._see_changes()
+    gc.collect()
+    gc.disable()
+    try:
+        state = weakref.ref(pipe.unet._tokenmerge.state)
+        recorder.undo()
+        tokenmerge.remove(pipe)
+        assert state() is None
+    finally:
+        gc.enable()

@@ -337,15 +337,15 @@ def test_graphs_of_anchored_steps(build: object, option: dict[str, object]) -> N
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("blocks", [False, True])
 def test_graphs_of_held_steps(build: object, blocks: bool) -> None:
+    torch._dynamo.reset()
     loop = _Loop(build, torch.float16)
     plain = loop.run()
     tokenmerge.apply(loop.denoiser, scheduler=loop.scheduler, preset="hold", start=0.0, anchor_every=2)
     launched = loop.run()
     assert not torch.equal(launched, plain)
     tokenmerge.compile(loop.denoiser, blocks=blocks)
-    first = loop.run()
-    torch.testing.assert_close(first, launched, rtol=0, atol=0.02 if blocks else 0)
-    assert all(torch.equal(loop.run(), first) for _ in range(3))
+    for _ in range(4):
+        torch.testing.assert_close(loop.run(), launched, rtol=0, atol=0.02 if blocks else 0)
     # Steps 0 to 3 are: anchor, held, anchor, held.
     assert " 2 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled

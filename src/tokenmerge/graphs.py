@@ -121,7 +121,7 @@ class GraphedForward:
             del self._denoiser.forward
         else:
             self._denoiser.forward = self._before
-        self._recordings.clear()
+        self._forget()
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         device = next(self._denoiser.parameters()).device
@@ -217,9 +217,13 @@ class GraphedForward:
         state = _state_of(self._denoiser)
         if state == self._state:
             return
+        self._forget()
         self._state = state
-        self._losses = 0
         self._obstacle = _obstacle(self._denoiser)
+
+    def _forget(self) -> None:
+        """Let go of all that was seen: sites that were removed since keep their maps and gaps in memory."""
+        self._state, self._obstacle, self._losses = (), "", 0
         self._recordings.clear()
         self._failed.clear()
         self._refused.clear()
