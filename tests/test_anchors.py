@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,11 +47,13 @@ def build(kind: str, **options: Any) -> tuple[nn.Module, Loop]:
 
 
 @torch.no_grad()
-def call(denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int = 16, batch: int = 2) -> Tensor:
+def call(
+    denoiser: nn.Module, scale: float = 1.0, height: int = 16, width: int = 16, batch: int = 2, **more: Any
+) -> Tensor:
     arguments = family_of(denoiser).example(denoiser, batch, height, width)
     name = "sample" if "sample" in arguments else "hidden_states"
     arguments[name] = arguments[name] * scale
-    return denoiser(**arguments, return_dict=False)[0]
+    return denoiser(**arguments, **more, return_dict=False)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +137,49 @@ def test_held_blocks_do_not_run_and_change_tokens_as_at_the_anchor(kind: str) ->
     assert len(ran) == 2 * len(blocks)
     assert tokenmerge.summary(denoiser).steps == {"anchor": 2, "merged": 2}
     assert token_maps(denoiser) == []
+
+
+def wrap(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("watch", [lambda module: module.register_forward_hook(lambda *_: None), wrap])
+def test_blocks_in_a_row_share_a_gap_unless_they_are_watched(kind: str, watch: Callable[[nn.Module], None]) -> None:
+    together, apart = build(kind, **HELD, anchor_every=4), build(kind, **HELD, anchor_every=4)
+    watch(family_of(apart[0]).blocks(apart[0])[1].module)
+    for _, loop in (together, apart):
+        loop.set_timesteps()
+    for scale in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5):
+        torch.testing.assert_close(call(together[0], scale), call(apart[0], scale), rtol=1e-3, atol=1e-4)
+        for _, loop in (together, apart):
+            loop.step()
+    assert tokenmerge.summary(together[0]).steps == {"anchor": 3, "merged": 3}
+    gaps = [tokenmerge.summary(denoiser).gap_bytes for denoiser, _ in (together, apart)]
+    assert gaps[0] < gaps[1]
+
+
+RESIDUAL = torch.linspace(-0.5, 0.5, 16).expand(2, 64, 16)
+BETWEEN = {
+    "layers that are skipped": ("sd3", {"skip_layers": [0]}),
+    "ControlNet of SD3": ("sd3", {"block_controlnet_hidden_states": [RESIDUAL]}),
+    "ControlNet of Flux": ("flux", {"controlnet_block_samples": [RESIDUAL] * 2}),
+}
+
+
+@pytest.mark.parametrize(("kind", "more"), BETWEEN.values(), ids=BETWEEN)
+def test_held_blocks_leave_room_for_what_acts_between_them(kind: str, more: dict[str, Any]) -> None:
+    denoiser, loop = build(kind, **HELD, anchor_every=5)
+    expected, without = call(build(kind)[0], **more), call(build(kind)[0])
+    assert (expected - without).abs().max() > 1e-3
+    loop.set_timesteps()
+    for _ in range(3):
+        torch.testing.assert_close(call(denoiser, **more), expected, rtol=1e-4, atol=1e-5)
+        # A second call of the step, as for guidance, without it.
+        torch.testing.assert_close(call(denoiser), without, rtol=1e-4, atol=1e-5)
+        loop.step()
+    assert tokenmerge.summary(denoiser).steps == {"anchor": 1, "merged": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -427,8 +474,8 @@ def test_sigmas_of_a_scheduler_that_has_none_are_refused() -> None:
     pipe = tiny.build("sdxl")
     pipe.scheduler = tiny.ddim()
     with pytest.raises(tokenmerge.TokenMergeError, match="DDIMScheduler has none; use gap='linear'"):
-        tokenmerge.apply(pipe, **ANCHORED, gap="sigma")
-    tokenmerge.apply(pipe, **{**ANCHORED, "anchor_every": 0}, gap="sigma")
+        tokenmerge.apply(pipe, **{**ANCHORED, "gap": "sigma"})
+    tokenmerge.apply(pipe, **{**ANCHORED, "anchor_every": 0, "gap": "sigma"})
 
 
 def test_held_blocks_take_what_merged_tokens_cannot_follow() -> None:

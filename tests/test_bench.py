@@ -80,6 +80,18 @@ def test_held_blocks_come_once_whatever_ratios_are_asked_for(presets: list[str],
     assert held == tokenmerge.presets()["hold"]
 
 
+def test_without_a_ratio_each_preset_has_its_own() -> None:
+    found = bench.candidates_for(tiny.sdxl_unet(), ["default", "todo", "unet"], (), {})
+    assert [item.label for item in found] == [
+        "unpatched",
+        "default 1",
+        "todo 0.75",
+        "lower-bound of unet 0.5",
+        "unet 0.5",
+    ]
+    assert found[1].config == tokenmerge.presets()["hold"]
+
+
 @pytest.mark.parametrize(
     ("options", "steps", "step", "phase"),
     [
@@ -181,6 +193,8 @@ def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
         "2",
         "--skip-first",
         "0",
+        "--ratios",
+        "0.5",
         "--out",
         str(out),
     ]
@@ -277,25 +291,8 @@ def test_every_row_is_compared_with_its_own_bound(change: dict[str, Any], tmp_pa
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "bench",
-                "--sizes",
-                "64x64",
-                "--warmups",
-                "0",
-                "--settle",
-                "0.5",
-                "--repeats",
-                "1",
-                "--steps",
-                "2",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    counts = ["--warmups", "0", "--settle", "0.5", "--repeats", "1", "--steps", "2"]
+    assert main(["bench", "--sizes", "64x64", "--ratios", "0.5", *counts, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
 
 
@@ -323,7 +320,10 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
         # What only a candidate, or only a size, is refused for.
         (["--presets", "default,todo", "--ratios", "0.75"], "todo 0.75 is refused at 64x64: method 'todo'"),
-        (["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--levels", "4"], "is refused at 16x16: at this size"),
+        (
+            ["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--levels", "4", "--ratios", "0.5"],
+            "is refused at 16x16: at this size",
+        ),
         (
             ["--sizes", "64x64,64x96", "--presets", "dit", "--regions", "tile:4x4", "--merge-regions", "stripe:2"],
             "dit 0.5 is refused at 64x96: on the 12x8 token grid",

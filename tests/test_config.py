@@ -18,6 +18,7 @@ from tokenmerge.config import (
     SIMILARITIES,
     SITES,
     UNMERGES,
+    default_preset,
     first_line,
     load_preset,
 )
@@ -114,6 +115,27 @@ def test_replace_takes_fields_of_the_schedule_too() -> None:
 @pytest.mark.parametrize("name", ["toma", "toma-stripe", "toma-tile", "toma-once", "lower-bound", "none"])
 def test_the_papers_variants_are_presets(name: str) -> None:
     assert load_preset(name) == presets()[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "preset"),
+    [
+        ({}, "hold"),
+        ({"start": 0.1, "anchor_every": 4, "gap_dtype": "float8"}, "hold"),
+        ({"method": "hold", "levels": (2,)}, "hold"),
+        ({"ratio": 0.5}, "unet"),
+        ({"anchor_every": 0}, "unet"),
+        ({"start": 0.1, "regions": "tile"}, "unet"),
+        ({"coverage": 0.9}, "unet"),
+        ({"sites": "component"}, "unet"),
+        ({"schedule": {"start": 0.1}}, "unet"),
+        ({"method": "random", "start": 0.1}, "unet"),
+        ({"method": "tomesd", "ratio": 0.5}, "tomesd"),
+        ({"raito": 0.5}, "unet"),
+    ],
+)
+def test_options_say_whether_to_hold_or_to_merge(options: dict[str, object], preset: str) -> None:
+    assert default_preset(options, "unet") == preset
 
 
 def test_presets_come_from_files_too(tmp_path: Path) -> None:

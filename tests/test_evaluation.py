@@ -33,6 +33,7 @@ from tokenmerge import TokenMergeError, cli, files, measure
 from tokenmerge.adapters import caches
 from tokenmerge.adapters.loading import load_pipeline
 from tokenmerge.cli import main
+from tokenmerge.config import load_preset
 from tokenmerge.evaluation import plots, table
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.folder import Folder
@@ -517,6 +518,8 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         "fixed one",
     ]
     assert [item.config.ratio for item in made[6:]] == [0.5, 0.75, 0.1]
+    assert read_configurations(["default"], None, "dit")[1].config == load_preset("hold")
+    assert len(read_configurations(["default:method=hold"], (0.5, 0.75), "dit")) == 2
     assert made[6].series == made[7].series == "mine"
     assert len(read_configurations([f"{'long' * 99}@toma"], None, "dit")[1].folder) < 120
     first = made[1].config
@@ -657,7 +660,7 @@ def test_a_prompt_file_that_is_not_there() -> None:
         (["--compile", "graphs"], "use --compile blocks"),
         (["--configs", "default + mag", "--compile"], "leave out --compile"),
         (["--configs", "none + taylor"], "choose from first-block"),
-        (["--configs", "default:anchor_every=3 + first-block"], "use skip_first=1"),
+        (["--configs", "default:ratio=0.5 + first-block"], "use skip_first=1"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -716,7 +719,7 @@ CACHED = (
 def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -> None:
     """Pictures do not depend on their order, and what was calibrated is kept."""
     given = {"metrics": ("mse",), "steps": 6, "repeats": 1, "tell_refused": True}
-    refused = ("default + taylorseer", "none + faster")
+    refused = ("default + mag", "default:ratio=0.5 + taylorseer", "none + faster")
     asked = replace(task(networks, **given), configurations=(*CACHED, *refused), prompts=PROMPTS[:2], seeds=(0,))
     results = evaluate(asked, tmp_path / "all")
     assert results is not None
@@ -732,7 +735,10 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
     assert len(set(drifts)) == 3
     assert all(drift > 0 for drift in drifts)
     told = (tmp_path / "all" / "table.md").read_text()
-    assert "default + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
+    assert "default + mag is refused: a cache (mag_cache_leader_block_hook) skips steps" in told
+    assert (
+        "default:ratio=0.5 + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
+    )
     assert "none + faster is refused: the faster cache takes every call for the next step" in told
     ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
     assert len(ratios) == 6

@@ -101,7 +101,7 @@ def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("options", "modes"),
-    [([], {"full": 1, "anchor": 1}), (["--start", "0", "--anchor-every", "0"], {"merged": 2})],
+    [(["--ratio", "0.5"], {"full": 1, "anchor": 1}), (["--start", "0", "--anchor-every", "0"], {"merged": 2})],
 )
 def test_steps_too_few_to_merge_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], modes: dict[str, int]
@@ -148,7 +148,8 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--device", "cuda:77"], "cannot be used"),
         (["--levels", "2"], "only one"),
         (["--cache", "first-block:speed=1"], "no field 'speed'"),
-        (["--cache", "taylorseer"], "stores tensors inside of blocks"),
+        (["--cache", "mag"], "or give a ratio"),
+        (["--ratio", "0.5", "--cache", "taylorseer"], "stores tensors inside of blocks"),
         (["--cache", "mag", "--model", "tiny-sdxl"], "has no enable_cache"),
         (["--cache", "mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),
         (["--device", "cpu", "--compile", "graphs"], "use --compile blocks"),

@@ -36,10 +36,11 @@ from tokenmerge.tuning.goal import Budget, Point, SpeedUp, read_goal
 from tokenmerge.tuning.halving import front, layers, rung_sizes, survivors
 from tokenmerge.tuning.samples import shares
 from tokenmerge.tuning.search import Search, tune
-from tokenmerge.tuning.space import AXES, FIXED, HELD_AXES, draw_candidates, fits_regions
+from tokenmerge.tuning.space import AXES, FIXED, HELD_AXES, HELD_FIXED, draw_candidates, fits_regions
 
 MSE = BY_NAME["mse"]
 FAMILIES = {"dit-anchored": "tiny-flux", "unet-anchored": "tiny-sdxl"}
+ALWAYS = len(FIXED) + len(HELD_FIXED)
 # Of any drift: the fastest is wanted, which at this size takes two thirds of the time.
 BUDGET = Budget(MSE, 1e5)
 # The fixed candidates and one that is drawn, in as many steps as it takes for all of them to merge in some.
@@ -47,7 +48,7 @@ SEARCH = Search(
     "tiny-flux",
     read_prompts(),
     BUDGET,
-    candidates=len(FIXED) + 1,
+    candidates=ALWAYS + 1,
     rungs=2,
     number=1,
     steps=5,
@@ -56,7 +57,7 @@ SEARCH = Search(
     repeats=2,
     device="cpu",
 )
-COMMAND = ["tune", "--candidates", str(len(FIXED) + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
+COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
 COMMAND += ["--guidance", "1", "--size", "192x192", "--repeats", "2", "--device", "cpu"]
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
@@ -90,13 +91,14 @@ def labels(points: list[Point]) -> list[str]:
 
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_candidates_are_different_and_repeat_by_their_seed(preset: str) -> None:
-    base = load_preset(preset)
-    drawn = draw_candidates(base, 60, seed=3)
-    assert drawn == draw_candidates(base, 60, seed=3)
-    assert drawn[:20] == draw_candidates(base, 20, seed=3)
-    assert drawn[len(FIXED) :] != draw_candidates(base, 60, seed=4)[len(FIXED) :]
+    drawn = draw_candidates(preset, 60, seed=3)
+    assert drawn == draw_candidates(preset, 60, seed=3)
+    assert drawn[:20] == draw_candidates(preset, 20, seed=3)
+    assert drawn[ALWAYS:] != draw_candidates(preset, 60, seed=4)[ALWAYS:]
     assert len({item.config for item in drawn}) == len({item.folder for item in drawn}) == 60
-    assert [item.config for item in drawn[: len(FIXED)]] == [base.replace(**changes) for changes in FIXED]
+    fixed = [load_preset(preset).replace(**changes) for changes in FIXED]
+    held = [load_preset("hold").replace(**changes) for changes in HELD_FIXED]
+    assert [item.config for item in drawn[:ALWAYS]] == [*fixed, *held]
     # What a table shows can be typed.
     typed = read_configurations([item.label for item in drawn], None, preset)
     assert [item.config for item in typed[1:]] == [item.config for item in drawn]
@@ -105,13 +107,13 @@ def test_candidates_are_different_and_repeat_by_their_seed(preset: str) -> None:
 @pytest.mark.parametrize(("preset", "model"), FAMILIES.items())
 def test_models_take_every_candidate(preset: str, model: str) -> None:
     denoiser, scale = empty_denoiser(model)
-    for candidate in draw_candidates(load_preset(preset), 40, seed=0):
+    for candidate in draw_candidates(preset, 40, seed=0):
         plan = tokenmerge.plan(denoiser, candidate.config, height=256, width=256, vae_scale_factor=scale)
         assert any(not site.skipped for site in plan.sites)
 
 
 def test_no_candidate_is_without_meaning() -> None:
-    configs = [item.config for item in draw_candidates(load_preset("dit-anchored"), 400, seed=1)]
+    configs = [item.config for item in draw_candidates("dit-anchored", 400, seed=1)]
     for config in configs:
         assert config.gap == "last" or config.schedule.anchor_every
         assert (config.unmerge == "pinv") == (config.temperature > 0.01)
@@ -132,10 +134,10 @@ def test_regions_that_cannot_remove_what_is_asked() -> None:
     assert not fits_regions(MergeConfig(block_ratios=(0.25, 0.375), regions="tile:2x2"))
 
 
-@pytest.mark.parametrize("count", [len(FIXED) - 1, 1001])
+@pytest.mark.parametrize("count", [ALWAYS - 1, 1001])
 def test_numbers_of_candidates_that_cannot_be(count: int) -> None:
     with pytest.raises(TokenMergeError, match=f"--candidates is {count}"):
-        draw_candidates(load_preset("dit-anchored"), count, seed=0)
+        draw_candidates("dit-anchored", count, seed=0)
 
 
 def dominates(first: Point, second: Point) -> bool:
@@ -299,9 +301,9 @@ def work(out: Path) -> None:
 def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
     copy_of_times(finished, tmp_path)
     command = [sys.executable, "-m", "tokenmerge", *COMMAND, "--budget", "mse=1e5", "--resume", "--out", str(tmp_path)]
-    printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/default*/*.png")))
+    printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/dit*/*.png")))
     assert "go on with --resume" in printed
-    for stage in ("rungs/2/images/default*", "rungs/held-out-1/images/none"):
+    for stage in ("rungs/2/images/*_*", "rungs/held-out-1/images/none"):
         child = SERVER.Process(target=work, args=(tmp_path,))
         child.start()
         while child.is_alive() and not list(tmp_path.glob(f"{stage}/*.png")):

@@ -42,11 +42,9 @@ class Anchors:
     def exist(self) -> bool:
         return self._config.schedule.anchor_every > 0
 
-    def add_memory(self, group: MergeGroup, width: int, *, has_text: bool) -> GapMemory | None:
-        """Where a block of a group remembers gaps, if there are anchors."""
-        if not self.exist:
-            return None
-        memory = GapMemory(width, has_text)
+    def add_memory(self, group: MergeGroup, width: int, *, has_text: bool, apart: bool | None = None) -> GapMemory:
+        """Where blocks of a group remember gaps."""
+        memory = GapMemory(width, has_text, apart)
         self._memories.append((group, memory))
         return memory
 
@@ -92,7 +90,9 @@ class Anchors:
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
-            if group.slot is not None and group.slot.merges:
+            if memory.apart not in (None, call.apart):
+                memory.current = None
+            elif group.slot is not None and group.slot.merges:
                 memory.enter(size, turn, ahead, linear=linear, float8=self._config.gap_dtype == "float8")
 
     def forget(self) -> None:

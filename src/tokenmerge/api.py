@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
 from .compiling import compiled_state
-from .config import NAMESAKES, MergeConfig, TokenMergeError, load_preset
+from .config import MergeConfig, TokenMergeError, default_preset, load_preset
 from .grid import TokenGrid
 from .groups import MergeGroup
 from .hooks import (
@@ -22,6 +23,7 @@ from .hooks import (
     ComponentSite,
     EntrySite,
     HeldSite,
+    HeldSpan,
     Installation,
     Site,
     Span,
@@ -91,8 +93,8 @@ def apply(
 ) -> Model:
     """Merge tokens in a pipeline or its denoiser, until `remove`.
 
-    config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either the preset of the
-    model's family is used, or `method`'s own where it has one.
+    config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either blocks are
+    held; where options speak of merging, tokens are merged by the preset of the model's family, or `method`'s own.
     options: fields of `MergeConfig` or `Schedule` that change it.
     scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,
     which waits for the device at every call.
@@ -224,8 +226,7 @@ def resolve_config(
         raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
-    method = options.get("method")
-    base = config or load_preset(preset or (method if method in NAMESAKES else family.preset))
+    base = config or load_preset(preset or default_preset(options, family.merging))
     return base.replace(**options) if options else base
 
 
@@ -272,7 +273,7 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
 def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation) -> None:
     groups: dict[str, MergeGroup] = {}
     entered: set[str] = set()
-    span = Span()
+    span, held = Span(), None
     for site in plan_.merged_sites:
         method = method_for(plan_.config, site.depth)
         if site.group not in groups:
@@ -282,15 +283,16 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         group, block, ports = groups[site.group], site.block, site.block.kind.ports
         if site.part is None:
             span = Span() if site.first else span
-            memory = state.anchors.add_memory(group, block.width, has_text=ports.outputs is not None)
+            ends = {"first": site.first, "last": site.last}
+            remember = partial(state.anchors.add_memory, group, block.width, has_text=ports.outputs is not None)
             place: Site
             if plan_.config.holds:
-                assert memory is not None
-                place = HeldSite(site.name, state, group, ports, memory=memory)
+                held = HeldSpan(remember(apart=False)) if held is None or site.first else held
+                alone = HeldSpan(remember(apart=True))
+                place = HeldSite(site.name, state, group, ports, span=held, alone=alone, **ends)
             else:
-                place = BlockSite(
-                    site.name, state, group, ports, span=span, memory=memory, first=site.first, last=site.last
-                )
+                memory = remember() if state.anchors.exist else None
+                place = BlockSite(site.name, state, group, ports, span=span, memory=memory, **ends)
             installation.add(place, block.module)
             continue
         if method.PER_BLOCK and block.name not in entered:
@@ -311,26 +313,31 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         installation.follow()
 
     state.at_image_start = at_image_start
-    observer = _Observer(state, family, plan_.merged_sites[0].block.module)
+    observer = _Observer(state, family, installation, plan_.merged_sites[0].block.module)
     installation.observe_calls(denoiser, observer.enter, observer.leave)
 
 
 class _Observer:
     """Sees every call of the denoiser: refuses what merging cannot serve, and tells the state of the rest."""
 
-    def __init__(self, state: MergeState, family: Family, first_block: nn.Module) -> None:
+    def __init__(self, state: MergeState, family: Family, installation: Installation, first_block: nn.Module) -> None:
         self._state = state
         self._family = family
+        self._installation = installation
         self._first_block = first_block
 
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._state.config.holds:
+        call = self._family.read(denoiser, args, kwargs)
+        if self._state.config.holds:
             # Blocks that run whole or not at all take what merged tokens cannot follow.
+            between = bool(self._family.between_blocks(args, kwargs)) or self._installation.is_shared
+            call = call._replace(apart=between)
+        else:
             self._family.refuse(self._state.config, args, kwargs)
             _check_chunks(self._first_block)
-        self._state.enter(self._family.read(denoiser, args, kwargs))
+        self._state.enter(call)
 
     @torch.compiler.disable
     def leave(self, *_: Any) -> None:
@@ -397,7 +404,7 @@ def _check_caches(denoiser: nn.Module, plan_: Plan) -> None:
         if config.holds:
             raise TokenMergeError(
                 f"a cache ({name}) skips steps, and between anchors blocks are held already; use one of both: call "
-                "disable_cache(), or use another method"
+                "disable_cache(), or give a ratio, which merges instead"
             )
         if name.startswith(INNER_CACHES):
             raise TokenMergeError(

@@ -24,11 +24,13 @@ class DenoiserCall(NamedTuple):
     ids: Tensor | None = None  # [N, 3] image number, row and column of every image token
     text_tokens: int = 0
     rotary_width: int = 0
+    apart: bool = False  # whether something acts between blocks
 
     @property
     def size(self) -> tuple[Any, ...]:
         """What the tensors of a call depend on."""
-        return self.batch, self.dtype, self.device, self.height, self.width, self.tokens, self.text_tokens
+        grid = (self.height, self.width, self.tokens, self.text_tokens)
+        return self.batch, self.dtype, self.device, *grid, self.apart
 
 
 def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:

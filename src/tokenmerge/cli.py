@@ -106,7 +106,9 @@ def _add_bench(commands: Any) -> None:
         "--model", default="tiny-flux", help=f"bundled name, folder, hub id, or {names}: random weights"
     )
     parser.add_argument("--presets", type=parse_as(tuple[str, ...]), default=("default",), metavar="A,B,...")
-    parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), default=(0.5,), metavar="A,B,...")
+    parser.add_argument(
+        "--ratios", type=parse_as(tuple[float, ...]), default=(), metavar="A,B,...", help="(default: each preset's own)"
+    )
     parser.add_argument("--sizes", type=parse_as(tuple[str, ...]), default=("1024x1024",), metavar="WxH,...")
     parser.add_argument("--batches", type=parse_as(tuple[int, ...]), default=(1,), metavar="A,B,...")
     parser.add_argument(
@@ -145,8 +147,8 @@ def _add_eval(commands: Any) -> None:
         default=["default"],
         metavar="CONFIG",
         help="a preset, file or 'default', with fields changed as in toma:ratio=0.5,regions=stripe:64, and a step "
-        "cache as in 'toma + first-block:threshold=0.1'; the unmerged model 'none' is always compared (default: the "
-        "model family's preset)",
+        "cache as in 'toma + first-block:threshold=0.1'; the unmerged model 'none' is always compared (default: what "
+        "apply does without options)",
     )
     parser.add_argument("--ratios", type=parse_as(tuple[float, ...]), metavar="A,B,...", help="for each config without")
     _add_evaluation_options(parser, model="tiny-flux", number="all", seeds="0", repeats="5", out="evaluation")

@@ -17,6 +17,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 METHODS = ("toma", "hold", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound", "none")
 # Methods that by themselves mean the preset of their name: what the family's own would make of them is not theirs.
 NAMESAKES = ("hold", "tomesd", "tofu", "todo")
+# Among names of presets: what is taken where none is named.
+DEFAULT = "default"
 SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
 SIMILARITIES = ("cosine", "dot")
 MERGES = ("mean", "pick")
@@ -481,15 +483,29 @@ _PRESETS: dict[str, MergeConfig] = {
     # first blocks, where text and image blend, stay whole.
     "unet": _UNET,
     "dit": _DIT,
-    # What `apply(pipe, ratio=...)` uses. The first steps decide what the picture is, and gaps change fast there.
+    # What `apply(pipe, ratio=...)` uses. The first steps decide what the picture is, and gaps change fast there. Merged
+    # joint-attention blocks say little of what has changed since the last anchor.
     "unet-anchored": _UNET.replace(**_ANCHORED),
-    "dit-anchored": _DIT.replace(**_ANCHORED, trust=0.5),
+    "dit-anchored": _DIT.replace(**_ANCHORED, gap="linear", trust=0.25),
 }
+# Options that holding has too. Any other asks for tokens to be merged.
+_OF_HOLDING = frozenset(
+    ("gap", "gap_dtype", "levels", "skip_first", "skip_last", "start", "stop", "anchor_every", "seed", "backend")
+)
 
 
 def presets() -> dict[str, MergeConfig]:
     """Every named preset, by name."""
     return dict(_PRESETS)
+
+
+def default_preset(options: Mapping[str, Any], merging: str) -> str:
+    """Where none is named: a method's own, or else blocks are held, which changes pictures least (docs/fidelity.md).
+    merging: what a family merges by, where an option asks for that."""
+    method = options.get("method")
+    if method in NAMESAKES:
+        return str(method)
+    return "hold" if _OF_HOLDING.issuperset(options) and options.get("anchor_every") != 0 else merging
 
 
 def load_preset(name: str | Path) -> MergeConfig:

@@ -85,10 +85,11 @@ class Gap:
 
 @dataclass
 class GapMemory:
-    """All gaps of one site."""
+    """All gaps of one site, or of a run of held blocks."""
 
     width: int
     has_text: bool
+    apart: bool | None = None  # whether it is for calls where something acts between blocks, or does not; None: for all
     current: Gap | None = None
     _gaps: dict[tuple[GapSize, int], Gap] = field(default_factory=dict)
 

@@ -286,31 +286,52 @@ class BlockSite(Site):
         return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged, gap=gap)])
 
 
-class HeldSite(Site):
-    """A block that runs at anchors alone. Between them it gives out what entered, changed as at the last anchors."""
+@dataclass
+class HeldSpan:
+    """Blocks that follow each other and are held together, with one gap: what all of them change."""
 
-    def __init__(self, *arguments: Any, memory: GapMemory, **options: Any) -> None:
+    memory: GapMemory
+    entered: tuple[Tensor, Tensor | None] | None = None  # image and text tokens, on the way through at an anchor
+
+
+class HeldSite(Site):
+    """A block that runs at anchors alone. Between them the first of a span gives out what entered, changed as the span
+    did at the last anchors, and the others pass it on. Where something acts between blocks, each is a span `alone`."""
+
+    def __init__(self, *arguments: Any, span: HeldSpan, alone: HeldSpan, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.memory = memory
+        self.span = span
+        self.alone = alone
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        gap = self.memory.current
+        alone = self.alone.memory.current is not None
+        span = self.alone if alone else self.span
+        gap = span.memory.current
         if self.idle or gap is None:
             return self.original(*args, **kwargs)
         tokens = self.ports.tokens.read(args, kwargs)
         text = self.ports.text_tokens.read(args, kwargs) if self.ports.text_tokens else None
         if self.state.mode == "anchor":
+            if alone or self.first:
+                span.entered = tokens.detach(), None if text is None else text.detach()
             output = self.original(*args, **kwargs)
             # There is no map to make; this says that the anchor has run.
             self.refresh(self.split(tokens)[1], [])
-            (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
-            change = None if text is None or text_out is None else (text_out - text).detach()
-            gap.keep((image - tokens).detach(), change)
+            if alone or self.last:
+                self.remember(gap, span, output)
             return output
-        image, change = _added(tokens, gap.image_now()), gap.text_now()
-        if self.ports.outputs is None:
-            return image
-        return (text if text is None or change is None else _added(text, change)), image
+        if alone or self.first:
+            tokens, change = _added(tokens, gap.image_now()), gap.text_now()
+            text = text if text is None or change is None else _added(text, change)
+        return tokens if self.ports.outputs is None else (text, tokens)
+
+    def remember(self, gap: Gap, span: HeldSpan, output: Any) -> None:
+        """Keep what a span has changed, of which this is the last block."""
+        assert span.entered is not None
+        (tokens, text), span.entered = span.entered, None
+        (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
+        change = None if text is None or text_out is None else text_out.detach() - text
+        gap.keep(image.detach() - tokens, change)
 
 
 def _added(tokens: Tensor, gap: Tensor) -> Tensor:
@@ -349,6 +370,12 @@ class _Placed:
             lost, self.site = self.site, copy.copy(self.site)
             lost.retired = True
             self._place()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others see what enters or leaves, and may change it."""
+        hooks = self._module._forward_hooks or self._module._forward_pre_hooks
+        return bool(hooks) or (not self._places() and self._is_wrapped())
 
     def _is_wrapped(self) -> bool:
         """Whether a forward of somebody else's still leads here."""
@@ -392,6 +419,11 @@ class Installation:
         """Keep up with what others have done to the model."""
         for placed in self._placed:
             placed.follow()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether code of others runs around a site."""
+        return any(placed.is_shared for placed in self._placed)
 
     def uninstall(self) -> None:
         for observer in self._observers:

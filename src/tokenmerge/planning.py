@@ -304,9 +304,10 @@ def _ratio(block: Block, parts: dict[str, int], config: MergeConfig) -> float:
 def _block_sites(
     blocks: list[Block], skipped: dict[str, str], parts: dict[str, int], config: MergeConfig
 ) -> list[PlannedSite]:
-    """One site per block; with sites="span", runs of unskipped blocks of one line become spans."""
+    """One site per block; with sites="span", and where blocks are held, runs of unskipped blocks of one line become
+    spans."""
     sites: list[PlannedSite] = []
-    limit = 1 if config.sites == "block" else config.span or len(blocks)
+    limit = 1 if config.sites == "block" and not config.holds else config.span or len(blocks)
     length, leader, line, part = 0, "", "", 0
     for place, block in enumerate(blocks):
         depth = place / len(blocks)

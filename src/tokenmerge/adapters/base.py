@@ -55,7 +55,7 @@ class Family:
 
     name: str
     denoiser: type[nn.Module]
-    preset: str
+    merging: str  # the preset by which tokens are merged, where none is named
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
@@ -86,12 +86,14 @@ class Family:
                 "IP-Adapter masks need cross-attention over all image tokens; use sites='component', "
                 "which leaves masked cross-attention whole, or leave the masks out"
             )
-        if config.sites == "span":
-            for argument in self.span_breakers:
-                if argument.read(args, kwargs) is not None:
-                    raise TokenMergeError(
-                        f"{argument.name} acts between blocks, where a span has merged tokens; use sites='block'"
-                    )
+        between = self.between_blocks(args, kwargs)
+        if between and config.sites == "span":
+            raise TokenMergeError(f"{between} acts between blocks, where a span has merged tokens; use sites='block'")
+
+    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """An argument of a denoiser call that acts between blocks, if there is one."""
+        given = (item.name for item in self.span_breakers if item.read(args, kwargs) is not None)
+        return next(given, "")
 
 
 def keys_values(*attentions: str) -> tuple[Component, ...]:

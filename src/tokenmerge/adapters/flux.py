@@ -91,7 +91,7 @@ def _example(transformer: FluxTransformer2DModel, batch: int, height: int, width
 FAMILY = Family(
     name="flux",
     denoiser=FluxTransformer2DModel,
-    preset="dit-anchored",
+    merging="dit-anchored",
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,

@@ -62,7 +62,7 @@ def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width:
 FAMILY = Family(
     name="sd3",
     denoiser=SD3Transformer2DModel,
-    preset="dit-anchored",
+    merging="dit-anchored",
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,

@@ -81,7 +81,7 @@ def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) ->
 FAMILY = Family(
     name="unet",
     denoiser=UNet2DConditionModel,
-    preset="unet-anchored",
+    merging="unet-anchored",
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,

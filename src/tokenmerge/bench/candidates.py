@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .. import api
-from ..config import SELECTIONS, MergeConfig, TokenMergeError
+from ..config import DEFAULT, SELECTIONS, MergeConfig, TokenMergeError, load_preset
 from ..methods import method_for
 
 # What the bound of linear merging has in place of a config's own; the rest they share.
@@ -45,30 +45,29 @@ class Candidate:
 def candidates_for(
     denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: Mapping[str, Any]
 ) -> list[Candidate]:
-    """The denoiser as it is; then for every ratio each preset, and where merging is linear its bound at those sites. A
-    preset that holds has no ratio, and comes once."""
-    found = [Candidate("unpatched")]
-    names = {preset: None if preset == "default" else preset for preset in presets}
-    held = [preset for preset, name in names.items() if _holds(denoiser, name, changes)]
-    for ratio in ratios:
-        for preset in (each for each in names if each not in held):
-            config = api.config_for(denoiser, preset=names[preset], ratio=ratio, **changes)
+    """The denoiser as it is; then for every ratio, or where there is none for its own, each preset, and where merging
+    is linear its bound at those sites. A preset that holds has no ratio, and comes once."""
+    found = {"unpatched": Candidate("unpatched")}
+    for ratio in ratios or (None,):
+        for preset in presets:
+            given = {} if ratio is None or _holds(preset, changes) else {"ratio": ratio}
+            config = api.config_for(denoiser, preset=None if preset == DEFAULT else preset, **given, **changes)
             if config.coverage is not None:
                 raise TokenMergeError(
                     f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
                     "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
                 )
+            label = f"{preset} {config.ratio:g}"
             if config.method in ("toma", *SELECTIONS):
-                found.append(Candidate(f"lower-bound of {preset} {ratio:g}", config.replace(**BOUND)))
-            found.append(Candidate(f"{preset} {ratio:g}", config))
-    for preset in held:
-        config = api.config_for(denoiser, preset=names[preset], **changes)
-        found.append(Candidate(f"{preset} {config.ratio:g}", config))
-    return found
+                found[f"lower-bound of {label}"] = Candidate(f"lower-bound of {label}", config.replace(**BOUND))
+            found[label] = Candidate(label, config)
+    return list(found.values())
 
 
-def _holds(denoiser: nn.Module, preset: str | None, changes: Mapping[str, Any]) -> bool:
-    return changes.get("method", api.config_for(denoiser, preset=preset).method) == "hold"
+def _holds(preset: str, changes: Mapping[str, Any]) -> bool:
+    """Whether a preset holds whatever ratio is asked for, as the default does not."""
+    own = None if preset == DEFAULT else load_preset(preset).method
+    return changes.get("method", own) == "hold"
 
 
 def phases_of(config: MergeConfig, steps: int) -> list[str]:

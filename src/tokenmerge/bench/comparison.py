@@ -34,7 +34,7 @@ class Task:
     batches: Sequence[int]
     modes: Sequence[str]
     presets: Sequence[str]
-    ratios: Sequence[float]
+    ratios: Sequence[float]  # or none: of each preset its own
     changes: Mapping[str, Any]  # to every preset
     steps: int = 50
     warmups: int = 5
@@ -47,7 +47,7 @@ class Task:
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "batches", "modes", "presets", "ratios"):
+        for name in ("sizes", "batches", "modes", "presets"):
             if not getattr(self, name):
                 raise TokenMergeError(f"--{name} is empty; give one or more, separated by commas")
         numbers = [("steps", 1), ("warmups", 0), ("repeats", 1), ("loops", 0), ("rounds", 1)]

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.caches import StepCache, read_cache
-from ..config import MergeConfig, TokenMergeError, load_preset
+from ..config import DEFAULT, MergeConfig, TokenMergeError, default_preset, load_preset
 from ..options import config_fields, parse_as, read_fields
 
 BASELINE = "none"
-_DEFAULT = "default"
 _CACHE = " + "
 _LONGEST = 100
 
@@ -70,7 +69,7 @@ class Configuration:
 
 
 def read_configurations(
-    asked: Sequence[str | Configuration], ratios: Sequence[float] | None, family_preset: str
+    asked: Sequence[str | Configuration], ratios: Sequence[float] | None, family_merging: str
 ) -> tuple[Configuration, ...]:
     """The baseline first, then what was asked for, in order; where a text gives no ratio, once for each of `ratios`."""
     made = [Configuration(BASELINE, load_preset(BASELINE))]
@@ -81,11 +80,12 @@ def read_configurations(
         name, typed = _named(text)
         merging, plus, typed_cache = typed.partition(_CACHE)
         head, changes = _split(merging)
-        base = _base(head, family_preset).replace(**changes)
+        swept = bool(ratios) and "ratio" not in changes
+        base = _base(head, {**changes, "ratio": None} if swept else changes, family_merging).replace(**changes)
         cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue
-        if ratios and "ratio" not in changes and base.method != BASELINE and not base.holds:
+        if ratios and swept and base.method != BASELINE and not base.holds:
             named, plus, named_cache = name.partition(_CACHE)
             comma = "," if _parts(named)[1] else ":"
             for ratio in ratios:
@@ -130,8 +130,9 @@ def _value(text: str, name: str, value: str) -> Any:
         raise TokenMergeError(f"configuration {text!r}: {name} cannot be {value!r} ({error})") from error
 
 
-def _base(head: str, family_preset: str) -> MergeConfig:
-    return load_preset(family_preset if head == _DEFAULT else head)
+def _base(head: str, changes: Mapping[str, Any], family_merging: str) -> MergeConfig:
+    """The preset that a text begins with, before its changes; "default" is what `apply` would take with them."""
+    return load_preset(default_preset(changes, family_merging) if head == DEFAULT else head)
 
 
 def _check_different(configurations: Sequence[Configuration]) -> None:

@@ -83,10 +83,10 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     check_plots()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
-    base = load_preset(family_of(empty_denoiser(search.model)[0]).preset)
+    merging = family_of(empty_denoiser(search.model)[0]).merging
     # What writes the preset in the end must be there.
-    base.to_yaml()
-    configurations = list(draw_candidates(base, search.candidates, search.seed))
+    load_preset(merging).to_yaml()
+    configurations = list(draw_candidates(merging, search.candidates, search.seed))
     sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))

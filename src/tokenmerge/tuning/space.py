@@ -7,14 +7,14 @@ from dataclasses import fields
 from random import Random
 from typing import Any
 
-from ..config import GAPS, MergeConfig, Schedule, TokenMergeError
+from ..config import GAPS, MergeConfig, Schedule, TokenMergeError, load_preset
 from ..evaluation.configurations import Configuration
 
 Changes = Mapping[str, Any]
 
 _EVEN: Changes = {"block_ratios": None, "step_ratios": None}
 _HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
-_HELD: Changes = {"method": "hold", "ratio": 1.0}
+_HOLD = "hold"
 _STARTS: tuple[Changes, ...] = tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3))
 _SKIPS: tuple[Changes, ...] = tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375))
 
@@ -37,7 +37,7 @@ AXES: dict[str, tuple[Changes, ...]] = {
             {"anchor_every": every, "gap": gap, "trust": trust}
             for every in (2, 3, 5, 8)
             for gap in GAPS
-            for trust in (0.5, 1.0)
+            for trust in (0.25, 0.5, 1.0)
         ),
     ),
     "refresh": (
@@ -49,41 +49,42 @@ AXES: dict[str, tuple[Changes, ...]] = {
 }
 # The same for blocks that do not run between anchors.
 HELD_AXES: dict[str, tuple[Changes, ...]] = {
-    "amount": ({**_EVEN, **_HELD},),
     "anchors": tuple({"anchor_every": every, "gap": gap} for every in (2, 3, 4, 5, 8) for gap in GAPS),
     "start": _STARTS,
     "skip_first": _SKIPS,
 }
-# Always among the candidates, as changes of the family's preset: what a user would try first.
+# Always among the candidates: what a user would try first.
 FIXED: tuple[Changes, ...] = (
     *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75)),
     {"ratio": 0.875, **_EVEN, "anchor_every": 8},
-    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
-    *({**_EVEN, **_HELD, "anchor_every": every, "gap": "linear"} for every in (3, 5)),
+    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "gap": "last", "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
 )
+HELD_FIXED: tuple[Changes, ...] = ({"anchor_every": 3}, {"anchor_every": 5})
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000
 
 
-def draw_candidates(base: MergeConfig, count: int, seed: int) -> tuple[Configuration, ...]:
+def draw_candidates(merging: str, count: int, seed: int) -> tuple[Configuration, ...]:
     """`count` different candidates: the fixed ones, then ones drawn from either kind of axes by a generator of its own.
 
-    base: the preset of the model's family, which gives all fields that no axis has.
+    merging: the preset of the model's family, which like "hold" gives all fields that no axis has.
     """
-    if not len(FIXED) <= count <= MOST:
+    fixed = [*((merging, changes) for changes in FIXED), *((_HOLD, changes) for changes in HELD_FIXED)]
+    if not len(fixed) <= count <= MOST:
         raise TokenMergeError(
-            f"--candidates is {count}; it must be {len(FIXED)}, which are always tried, to {MOST} or less"
+            f"--candidates is {count}; it must be {len(fixed)}, which are always tried, to {MOST} or less"
         )
-    configs = dict.fromkeys(base.replace(**changes) for changes in FIXED)
+    found = {config: preset for preset, changes in fixed for config in (load_preset(preset).replace(**changes),)}
     generator = Random(seed)
-    while len(configs) < count:
-        changes: dict[str, Any] = {}
-        for axis in generator.choice((AXES, HELD_AXES)).values():
-            changes |= generator.choice(axis)
-        config = base.replace(**changes)
+    while len(found) < count:
+        preset, axes = generator.choice(((merging, AXES), (_HOLD, HELD_AXES)))
+        drawn: dict[str, Any] = {}
+        for axis in axes.values():
+            drawn |= generator.choice(axis)
+        config = load_preset(preset).replace(**drawn)
         if fits_regions(config):
-            configs[config] = None
-    return tuple(Configuration(label(config, base), config) for config in configs)
+            found[config] = preset
+    return tuple(Configuration(label(config, preset), config) for config, preset in found.items())
 
 
 def fits_regions(config: MergeConfig) -> bool:
@@ -92,8 +93,9 @@ def fits_regions(config: MergeConfig) -> bool:
     return all((ratio * height * width).is_integer() for ratio in config.ratios)
 
 
-def label(config: MergeConfig, base: MergeConfig) -> str:
-    """A config by how it differs from the family's preset, as `tokenmerge eval --configs` reads it."""
+def label(config: MergeConfig, preset: str) -> str:
+    """A config by how it differs from a preset, as `tokenmerge eval --configs` reads it."""
+    base = load_preset(preset)
     names = [item.name for item in fields(MergeConfig) if item.name != "schedule"]
     changed = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
     for item in fields(Schedule):
@@ -101,7 +103,7 @@ def label(config: MergeConfig, base: MergeConfig) -> str:
         if value != getattr(base.schedule, item.name):
             changed[item.name] = value
     told = ",".join(f"{name}={_typed(value)}" for name, value in changed.items())
-    return f"default:{told}" if told else "default"
+    return f"{preset}:{told}" if told else preset
 
 
 def _typed(value: Any) -> str:
