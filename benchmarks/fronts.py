@@ -1,6 +1,7 @@
 """Draws the fronts of the result files in benchmarks/results/fronts.
 
-    python benchmarks/fronts.py           # one plot for each file, to docs/fronts
+    python benchmarks/fronts.py                            # one plot for each file, to docs/fronts
+    python benchmarks/fronts.py --strip FOLDER --at 1.5    # pictures of an evaluation at that speed-up, to docs/fronts
 
 A front is what no other configuration beats in both: how fast the denoiser is, and how far pictures drift. Lists of
 configurations that `tokenmerge eval` takes are in benchmarks/fronts.
@@ -8,12 +9,19 @@ configurations that `tokenmerge eval` takes are in benchmarks/fronts.
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from tokenmerge.config import MergeConfig, load_preset
+from tokenmerge.evaluation.configurations import Configuration
 from tokenmerge.evaluation.plots import new_plot, save_plot
+from tokenmerge.pictures import Panel, save_picture, strip
 from tokenmerge.tables import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +31,8 @@ DRIFT = "lpips"
 # What others are measured by, the time of which the plots mark.
 YARDSTICK = "toma:ratio=0.5"
 SPEED_UPS = (1.25, 1.5, 2.0)
+# Of a strip: pictures of every configuration, and their sides in pixels.
+SAMPLES, SIDE = 4, 192
 # Kinds of configuration, as they are drawn and told: colour, marker.
 KINDS = {
     "ToMA as in the paper": ("#D55E00", "s"),
@@ -83,6 +93,13 @@ def best_at(least: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[s
     return best
 
 
+def nearest_to(wish: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same, and the fastest of a kind that has none so fast."""
+    kinds = {kind: [each for each in measured(records) if kind_of(each) == kind] for kind in KINDS}
+    best = best_at(wish, records)
+    return {kind: best.get(kind) or max(mine, key=speed) for kind, mine in kinds.items() if mine}
+
+
 def front_table(records: Sequence[dict[str, Any]]) -> str:
     """The front of every kind, fastest first."""
     fronts = {kind: front([each for each in measured(records) if kind_of(each) == kind]) for kind in KINDS}
@@ -103,13 +120,58 @@ def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
     return f"{markdown(['at least', 'kind', *_HEADER], rows)}\n\n{_told(records)}"
 
 
+def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """What a user would choose between, and what each costs in every model."""
+    header, rows = ["", *(f"`{records[0]['model']}`" for records in models)], []
+    for told, wanted in _CHOICES.items():
+        found = [next((each for each in measured(records) if wanted(each)), None) for records in models]
+        cells = [f"{speed(each):.2f}x, LPIPS {drift(each):.4f}" if each else "" for each in found]
+        if not any(cells):
+            raise LookupError(f"{told} was not measured; measure it, or take it out of the table")
+        rows.append([told, *cells])
+    return markdown(header, rows)
+
+
+def _is(preset: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
+    config = load_preset(preset).replace(**changes).to_dict()
+    return lambda record: record["cache"] is None and _plain(record["config"]) == _plain(config)
+
+
+def _plain(config: dict[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True)
+
+
+def _is_cache(name: str, **values: Any) -> Callable[[dict[str, Any]], bool]:
+    def matches(record: dict[str, Any]) -> bool:
+        cache = record["cache"]
+        given = cache is not None and cache["name"] == name and values.items() <= cache.items()
+        return bool(given) and record["config"]["method"] == "none"
+
+    return matches
+
+
+def _any(*wanted: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any]], bool]:
+    return lambda record: any(each(record) for each in wanted)
+
+
+_CHOICES = {
+    "the paper's `toma` at ratio 0.5": _is("toma", ratio=0.5),
+    "the paper's `toma-tile` at ratio 0.5": _is("toma-tile", ratio=0.5),
+    "the `tomesd` package's method at ratio 0.5": _is("tomesd", ratio=0.5),
+    "small tiles at every step (`unet`, `dit`), ratio 0.5": _any(_is("unet", ratio=0.5), _is("dit", ratio=0.5)),
+    "`apply(pipe, ratio=0.75)`": _any(_is("unet-anchored", ratio=0.75), _is("dit-anchored", ratio=0.75)),
+    "MagCache of diffusers, at most one skip": _is_cache("mag", max_skip_steps=1),
+    "MagCache of diffusers, at most three skips": _is_cache("mag", max_skip_steps=3),
+    "**`apply(pipe)`**": _is("hold"),
+    "`apply(pipe, anchor_every=5)`": _is("hold", anchor_every=5),
+}
 _HEADER = ["configuration", "denoiser speed-up", "LPIPS ↓", "MSE ↓", "FID ↓"]
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
     found = record["metrics"]
     interval = found[DRIFT]["interval"]
-    drifted = f"{drift(record):.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+    drifted = f"{drift(record):.4f}" + ("" if interval is None else f" ± {interval:.4f}")
     others = [f"{found[name]['mean']:.1f}" if name in found else "" for name in ("mse", "fid")]
     return [f"`{record['label']}`", f"{speed(record):.2f}x", drifted, *others]
 
@@ -149,20 +211,56 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
         axes.axvline(speed(yardstick), color="#777777", linestyle="--", linewidth=1, label=f"time of {YARDSTICK}")
     axes.axvline(1.0, color="#BBBBBB", linewidth=1)
     axes.set_yscale("log")
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    # Nine to a decade would lie on top of each other.
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.set_xlabel("speed-up of the denoiser over the unmerged model")
     axes.set_ylabel("LPIPS to the unmerged picture, lower is better")
-    axes.set_title(_told(records), fontsize=7, color="#555555", loc="left")
+    axes.set_title(textwrap.fill(_told(records), 110), fontsize=7, color="#555555", loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     save_plot(drawn, path)
 
 
+def draw_strip(evaluation: Path, wish: float) -> Path:
+    """Pictures of an evaluation: unmerged, and what drifts least of every kind at a speed-up."""
+    records = read(evaluation / "results.jsonl")
+    unmerged, (width, _) = records[0], records[0]["size"]
+    columns = {"unmerged": unmerged, **nearest_to(wish, records)}
+    folders = {kind: evaluation / "images" / _folder(record) for kind, record in columns.items()}
+    names = sorted(path.name for path in folders["unmerged"].iterdir())
+    rows = []
+    for place, name in enumerate(names[:: max(1, len(names) // SAMPLES)][:SAMPLES]):
+        titles = [_title(kind, record) if place == 0 else ("", "") for kind, record in columns.items()]
+        pictures = [Image.open(folder / name) for folder in folders.values()]
+        rows.append([Panel(picture, *title) for picture, title in zip(pictures, titles, strict=True)])
+    path = PLOTS / f"strip-{unmerged['model']}-{width}.jpg"
+    save_picture(strip(rows, side=SIDE), path)
+    return path
+
+
+def _folder(record: dict[str, Any]) -> str:
+    return Configuration(record["label"], MergeConfig()).folder
+
+
+def _title(kind: str, record: dict[str, Any]) -> tuple[str, str]:
+    return kind, f"{speed(record):.2f}x, LPIPS {drift(record):.4f}" if DRIFT in record["metrics"] else ""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strip", type=Path, metavar="FOLDER", help="of an evaluation")
+    parser.add_argument("--at", type=float, default=1.5, metavar="N", help="speed-up (default: %(default)s)")
+    options = parser.parse_args()
     PLOTS.mkdir(parents=True, exist_ok=True)
+    if options.strip:
+        print(draw_strip(options.strip, options.at))
+        return
     for path in sorted(RESULTS.glob("*.jsonl")):
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-        draw(records, PLOTS / f"{path.stem}.png")
+        draw(read(path), PLOTS / f"{path.stem}.png")
         print(PLOTS / f"{path.stem}.png")
 
 

@@ -8,7 +8,7 @@ A document asks for a table between two comments, `<!-- table: KIND FILE ... -->
 every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
 named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
 `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
-an evaluation) and `equal-time` (what drifts least at equal speed-up).
+an evaluation), `equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
 """
 
 from __future__ import annotations
@@ -148,6 +148,10 @@ def equal_time_table(names: list[str]) -> str:
     return fronts.equal_time_table(read(names))
 
 
+def losses_table(names: list[str]) -> str:
+    return fronts.losses_table([read([name]) for name in names])
+
+
 KINDS = {
     "bench": bench_tables,
     "speed": speed_table,
@@ -158,6 +162,7 @@ KINDS = {
     "locality": locality_table,
     "front": front_table,
     "equal-time": equal_time_table,
+    "losses": losses_table,
 }
 
 
