@@ -106,10 +106,11 @@ def test_plan_of_flux_at_every_size(
     assert "5 x one of the first 5 blocks of joint (skip_first)" in printed
 
 
-def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("plan", "--model", str(models / "sdxl"), "--levels", "2", "--sites-list") == 0
+@pytest.mark.parametrize(("options", "done"), [([], "held"), (["--ratio", "0.5"], "merged")])
+def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str], options: list[str], done: str) -> None:
+    assert run("plan", "--model", str(models / "sdxl"), "--levels", "2", "--sites-list", *options) == 0
     printed = capsys.readouterr().out
-    assert "down_blocks.1.attentions.0.transformer_blocks.0  [level-2]  merged" in printed
+    assert f"down_blocks.1.attentions.0.transformer_blocks.0  [level-2]  {done}" in printed
     assert "level-4 is not among levels (2,)" in printed
 
 

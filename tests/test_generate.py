@@ -149,6 +149,7 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--levels", "2"], "only one"),
         (["--cache", "first-block:speed=1"], "no field 'speed'"),
         (["--cache", "mag"], "or give a ratio"),
+        (["--show-destinations"], "give a --ratio"),
         (["--ratio", "0.5", "--cache", "taylorseer"], "stores tensors inside of blocks"),
         (["--cache", "mag", "--model", "tiny-sdxl"], "has no enable_cache"),
         (["--cache", "mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),

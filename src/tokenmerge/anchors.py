@@ -22,6 +22,7 @@ class _Seen:
 
     image: int
     ratio: float
+    apart: bool
     sizes: list[GapSize]  # of every memory
     steps: list[int] = field(default_factory=list)  # the last two that ran
     removed: list[float] = field(default_factory=list)  # by every group at the last one
@@ -58,7 +59,7 @@ class Anchors:
         ratio = self._config.ratio_at(self._clock.position)
         seen = self._seen.get((turn, call.size))
         if seen is None or (seen.image, seen.ratio) != (image, ratio):
-            seen = self._seen[turn, call.size] = _Seen(image, ratio, self._sizes(call))
+            seen = self._seen[turn, call.size] = _Seen(image, ratio, call.apart, self._sizes(call))
         last = seen.steps[-1] if seen.steps else None
         position = None if last is None else self._clock.position_of(last)
         return "anchor" if self._config.schedule.anchors(step, last, position) else "merged"
@@ -90,6 +91,8 @@ class Anchors:
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
+            # An anchor that failed on its way has left what entered.
+            memory.entered = None
             if memory.apart not in (None, call.apart):
                 memory.current = None
             elif group.slot is not None and group.slot.merges:
@@ -101,7 +104,8 @@ class Anchors:
             if seen.image < self._clock.image - 2:
                 del self._seen[turn, size]
                 for (_, memory), gap_size in zip(self._memories, seen.sizes, strict=True):
-                    memory.forget(gap_size, turn)
+                    if memory.apart in (None, seen.apart):
+                        memory.forget(gap_size, turn)
 
     @property
     def gaps(self) -> list[Gap | None]:

@@ -23,13 +23,13 @@ from .hooks import (
     ComponentSite,
     EntrySite,
     HeldSite,
-    HeldSpan,
     Installation,
     Site,
     Span,
     cache_hooks,
     is_group_offloaded,
     leads_cache,
+    runs_as_made,
 )
 from .methods import method_for
 from .planning import Plan, plan_model
@@ -79,6 +79,8 @@ class Summary:
             columns = ["group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend"]
             if self.plan.config.coverage is not None:
                 columns[4:4] = ["ratio", "coverage"]
+            if self.plan.config.holds:
+                columns = columns[:3]
             lines += ["", table(columns, [[_cell(group[column]) for column in columns] for group in self.groups])]
         return "\n".join(lines)
 
@@ -91,7 +93,7 @@ def apply(
     scheduler: Any = None,
     **options: Any,
 ) -> Model:
-    """Merge tokens in a pipeline or its denoiser, until `remove`.
+    """Hold blocks or merge tokens in a pipeline or its denoiser, until `remove`.
 
     config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either blocks are
     held; where options speak of merging, tokens are merged by the preset of the model's family, or `method`'s own.
@@ -240,7 +242,7 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
         return f"Steps of the last image: {told}."
     way_out = "For so few steps merge at every one: start=0, anchor_every=0."
     if held:
-        way_out = "For so few steps begin at once, with start=0, or use a method that merges."
+        way_out = "For so few steps begin at once, with start=0, or give a ratio, which merges instead."
     return f"Steps of the last image: {told}: nothing was saved. {way_out}"
 
 
@@ -287,9 +289,8 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             remember = partial(state.anchors.add_memory, group, block.width, has_text=ports.outputs is not None)
             place: Site
             if plan_.config.holds:
-                held = HeldSpan(remember(apart=False)) if held is None or site.first else held
-                alone = HeldSpan(remember(apart=True))
-                place = HeldSite(site.name, state, group, ports, span=held, alone=alone, **ends)
+                held = remember(apart=False) if held is None or site.first else held
+                place = HeldSite(site.name, state, group, ports, span=held, alone=remember(apart=True), **ends)
             else:
                 memory = remember() if state.anchors.exist else None
                 place = BlockSite(site.name, state, group, ports, span=span, memory=memory, **ends)
@@ -313,18 +314,24 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
         installation.follow()
 
     state.at_image_start = at_image_start
-    observer = _Observer(state, family, installation, plan_.merged_sites[0].block.module)
+    observer = _Observer(denoiser, family, plan_, state, installation)
     installation.observe_calls(denoiser, observer.enter, observer.leave)
 
 
 class _Observer:
     """Sees every call of the denoiser: refuses what merging cannot serve, and tells the state of the rest."""
 
-    def __init__(self, state: MergeState, family: Family, installation: Installation, first_block: nn.Module) -> None:
+    def __init__(
+        self, denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation
+    ) -> None:
         self._state = state
         self._family = family
         self._installation = installation
-        self._first_block = first_block
+        blocks = [site.block for site in plan_.merged_sites]
+        self._first_block = blocks[0].module
+        # The modules that run blocks one after the other: those that have the lists which have the blocks.
+        names = dict.fromkeys(".".join(block.name.split(".")[:-2]) for block in blocks)
+        self._loops = [denoiser.get_submodule(name) for name in names]
 
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
@@ -332,8 +339,8 @@ class _Observer:
         call = self._family.read(denoiser, args, kwargs)
         if self._state.config.holds:
             # Blocks that run whole or not at all take what merged tokens cannot follow.
-            between = bool(self._family.between_blocks(args, kwargs)) or self._installation.is_shared
-            call = call._replace(apart=between)
+            between = self._family.between_blocks(args, kwargs) or self._installation.is_shared
+            call = call._replace(apart=bool(between) or not all(map(runs_as_made, self._loops)))
         else:
             self._family.refuse(self._state.config, args, kwargs)
             _check_chunks(self._first_block)
@@ -384,7 +391,7 @@ def _check_offload(plan_: Plan) -> None:
     if plan_.config.holds and any(is_group_offloaded(site.block.module) for site in plan_.merged_sites):
         raise TokenMergeError(
             "group offload moves weights when blocks run, and held blocks do not; use enable_model_cpu_offload() or "
-            "enable_sequential_cpu_offload(), or a method that merges"
+            "enable_sequential_cpu_offload(), or give a ratio, which merges instead"
         )
 
 

@@ -318,7 +318,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.sites_list:
         print("\nSites:")
         for site in plan.sites:
-            print(f"  {site.name}  [{site.group}]  {site.skipped or 'merged'}")
+            print(f"  {site.name}  [{site.group}]  {site.skipped or ('held' if plan.config.holds else 'merged')}")
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -490,7 +490,7 @@ _PRESETS: dict[str, MergeConfig] = {
 }
 # Options that holding has too. Any other asks for tokens to be merged.
 _OF_HOLDING = frozenset(
-    ("gap", "gap_dtype", "levels", "skip_first", "skip_last", "start", "stop", "anchor_every", "seed", "backend")
+    ("gap", "gap_dtype", "levels", "skip_first", "skip_last", "span", "start", "stop", "anchor_every")
 )
 
 

@@ -91,6 +91,8 @@ class GapMemory:
     has_text: bool
     apart: bool | None = None  # whether it is for calls where something acts between blocks, or does not; None: for all
     current: Gap | None = None
+    # Of a run of held blocks, at an anchor until the last of them has run: the image and text tokens that entered it.
+    entered: tuple[Tensor, Tensor | None] | None = None
     _gaps: dict[tuple[GapSize, int], Gap] = field(default_factory=dict)
 
     def enter(self, size: GapSize, turn: int, ahead: Tensor, *, linear: bool, float8: bool) -> None:

@@ -159,6 +159,8 @@ def make_picture(
     variants = []
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
+        if show_destinations and config.holds:
+            raise TokenMergeError("--show-destinations shows what merges, and blocks are held; give a --ratio to merge")
         variants.append(Variant(_label(config, step_cache), config, step_cache))
     if way:
         compile_as(pipe, way)

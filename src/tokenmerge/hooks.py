@@ -246,7 +246,7 @@ class BlockSite(Site):
             return whole
         output = self.run_merged(args, kwargs, gap.image_now())
         text, missing = self.ports.text(output), gap.text_now()
-        return output if text is None or missing is None else self.ports.with_text(output, _added(text, missing))
+        return output if text is None or missing is None else self.ports.with_text(output, _clipped(text + missing))
 
     def remember(self, gap: Gap, whole: Any, merged: Any) -> None:
         """Keep what the block gave out on all tokens beyond what it gave on merged ones."""
@@ -286,58 +286,61 @@ class BlockSite(Site):
         return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged, gap=gap)])
 
 
-@dataclass
-class HeldSpan:
-    """Blocks that follow each other and are held together, with one gap: what all of them change."""
-
-    memory: GapMemory
-    entered: tuple[Tensor, Tensor | None] | None = None  # image and text tokens, on the way through at an anchor
-
-
 class HeldSite(Site):
     """A block that runs at anchors alone. Between them the first of a span gives out what entered, changed as the span
     did at the last anchors, and the others pass it on. Where something acts between blocks, each is a span `alone`."""
 
-    def __init__(self, *arguments: Any, span: HeldSpan, alone: HeldSpan, **options: Any) -> None:
+    def __init__(self, *arguments: Any, span: GapMemory, alone: GapMemory, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.span = span
         self.alone = alone
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        alone = self.alone.memory.current is not None
-        span = self.alone if alone else self.span
-        gap = span.memory.current
-        if self.idle or gap is None:
+        if self.idle:
+            return self.original(*args, **kwargs)
+        alone = self.alone.current is not None
+        memory = self.alone if alone else self.span
+        gap, first, last = memory.current, alone or self.first, alone or self.last
+        if gap is None:
             return self.original(*args, **kwargs)
         tokens = self.ports.tokens.read(args, kwargs)
         text = self.ports.text_tokens.read(args, kwargs) if self.ports.text_tokens else None
         if self.state.mode == "anchor":
-            if alone or self.first:
-                span.entered = tokens.detach(), None if text is None else text.detach()
+            if first:
+                memory.entered = tokens.detach(), None if text is None else text.detach()
             output = self.original(*args, **kwargs)
             # There is no map to make; this says that the anchor has run.
             self.refresh(self.split(tokens)[1], [])
-            if alone or self.last:
-                self.remember(gap, span, output)
+            if last:
+                self.remember(memory, gap, output)
             return output
-        if alone or self.first:
-            tokens, change = _added(tokens, gap.image_now()), gap.text_now()
-            text = text if text is None or change is None else _added(text, change)
+        if first:
+            tokens, change = _clipped(tokens + gap.image_now()), gap.text_now()
+            text = text if text is None or change is None else _clipped(text + change)
         return tokens if self.ports.outputs is None else (text, tokens)
 
-    def remember(self, gap: Gap, span: HeldSpan, output: Any) -> None:
+    def remember(self, memory: GapMemory, gap: Gap, output: Any) -> None:
         """Keep what a span has changed, of which this is the last block."""
-        assert span.entered is not None
-        (tokens, text), span.entered = span.entered, None
+        if memory.entered is None:
+            raise TokenMergeError(
+                f"{self.name!r} ran without the first of the blocks that are held with it; skipped layers and gradient "
+                "checkpointing need span=1"
+            )
+        (tokens, text), memory.entered = memory.entered, None
         (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
-        change = None if text is None or text_out is None else text_out.detach() - text
-        gap.keep(image.detach() - tokens, change)
+        change = None if text is None or text_out is None else _clipped(text_out.detach() - text)
+        gap.keep(_clipped(image.detach() - tokens), change)
 
 
-def _added(tokens: Tensor, gap: Tensor) -> Tensor:
+def runs_as_made(module: nn.Module) -> bool:
+    """Whether the forward of a module of diffusers is its own, or one around it that passes for it: not one that
+    somebody has written in its place."""
+    return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("diffusers", __package__)
+
+
+def _clipped(tokens: Tensor) -> Tensor:
     """Within what fp16 can hold, as diffusers' blocks keep what they give out."""
-    added = tokens + gap
-    return added.clip(-_FP16_MAX, _FP16_MAX) if added.dtype == torch.float16 else added
+    return tokens.clip(-_FP16_MAX, _FP16_MAX) if tokens.dtype == torch.float16 else tokens
 
 
 class _Placed:
@@ -375,7 +378,7 @@ class _Placed:
     def is_shared(self) -> bool:
         """Whether others see what enters or leaves, and may change it."""
         hooks = self._module._forward_hooks or self._module._forward_pre_hooks
-        return bool(hooks) or (not self._places() and self._is_wrapped())
+        return bool(hooks) or vars(self._module).get("forward") is not self._forward
 
     def _is_wrapped(self) -> bool:
         """Whether a forward of somebody else's still leads here."""

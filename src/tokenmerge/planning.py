@@ -323,7 +323,9 @@ def _block_sites(
             or (following.line, parts[following.name]) != (line, part)
             or following.name in skipped
         )
-        group, ratio = _group(block, depth, parts, config) if reason else leader, _ratio(block, parts, config)
+        # Blocks that are held have no maps to share.
+        group = _group(block, depth, parts, config) if reason or config.holds else leader
+        ratio = _ratio(block, parts, config)
         sites.append(PlannedSite(block.name, block, config.sites, group, depth, ratio, None, reason, starts, ends))
     return sites
 

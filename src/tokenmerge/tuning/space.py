@@ -74,7 +74,7 @@ def draw_candidates(merging: str, count: int, seed: int) -> tuple[Configuration,
         raise TokenMergeError(
             f"--candidates is {count}; it must be {len(fixed)}, which are always tried, to {MOST} or less"
         )
-    found = {config: preset for preset, changes in fixed for config in (load_preset(preset).replace(**changes),)}
+    found = {load_preset(preset).replace(**changes): preset for preset, changes in fixed}
     generator = Random(seed)
     while len(found) < count:
         preset, axes = generator.choice(((merging, AXES), (_HOLD, HELD_AXES)))
