@@ -13,6 +13,7 @@ import pytest
 
 from tokenmerge.cli import main
 from tokenmerge.config import METHODS
+from tokenmerge.options import FIELDS, config_fields
 
 SDXL = {
     "_class_name": "UNet2DConditionModel",
@@ -210,6 +211,14 @@ def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command
     printed = capsys.readouterr().out
     for words in ("default: None", "default: (", ",)"):
         assert words not in printed
+
+
+def test_help_tells_of_every_field_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert FIELDS.keys() == config_fields().keys()
+    with pytest.raises(SystemExit):
+        run("plan", "--help")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [name for name, told in FIELDS.items() if told not in printed] == []
 
 
 @pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])

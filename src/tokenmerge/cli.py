@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import METHODS, TokenMergeError, presets
-from .options import COMPILE_WAYS, config_fields, parse_as
+from .config import TokenMergeError, presets
+from .options import COMPILE_WAYS, FIELDS, config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -515,11 +515,11 @@ def _presets(options: argparse.Namespace) -> None:
 def _add_config_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = parser.add_argument_group("merging", "any field of MergeConfig; the preset gives the rest")
     if "preset" not in without:
-        group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: the model family's)")
+        group.add_argument("--preset", help="a preset's name, or a YAML or JSON file (default: as apply has it)")
     for name, hint in config_fields().items():
         if name not in without:
-            known = "one of " + ", ".join(METHODS) if name == "method" else None
-            group.add_argument(f"--{name.replace('_', '-')}", type=parse_as(hint), metavar=_metavar(hint), help=known)
+            flag = f"--{name.replace('_', '-')}"
+            group.add_argument(flag, type=parse_as(hint), metavar=_metavar(hint), help=FIELDS[name])
 
 
 def _config_options(options: argparse.Namespace, without: Sequence[str] = ()) -> dict[str, Any]:

@@ -33,6 +33,19 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             partial.unlink()
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before there is anything to write. What it holds is left alone."""
+    if path.is_dir():
+        raise _refusal(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    probe = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
 def append_line(path: Path, line: str | None = None) -> None:
     """Add a line to the end of a file; without one only see that this can be done. Lines before it are left alone."""
     try:

@@ -22,7 +22,7 @@ from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
-from .pictures import Panel, difference, overlay_map, save_picture, strip, to_tensor
+from .pictures import Panel, check_picture_file, difference, overlay_map, save_picture, strip, to_tensor
 from .quality import compare
 from .tables import table
 
@@ -143,6 +143,7 @@ def make_picture(
 ) -> Result:
     """Load a model, make the pictures, write the comparison. cache: of all pictures but the originals."""
     path = Path(out) if out else Path(f"{slug(prompt)}-{seed}.png")
+    check_picture_file(path)
     for name, value in (("steps", steps), ("number", number)):
         if value is not None and value < 1:
             raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")

@@ -72,7 +72,8 @@ class Stopwatch:
     def _now(self) -> torch.cuda.Event | float:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            # Not on the current device, which need not be this.
+            event.record(torch.cuda.current_stream(self._device))
             return event
         _wait(self._device)
         return time.perf_counter()

@@ -8,12 +8,59 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from .config import MergeConfig, Schedule, TokenMergeError
+from .config import (
+    BACKENDS,
+    COMPONENTS,
+    GAP_DTYPES,
+    GAPS,
+    MERGES,
+    METHODS,
+    SELECTIONS,
+    SIMILARITIES,
+    SITES,
+    UNMERGES,
+    MergeConfig,
+    Schedule,
+    TokenMergeError,
+)
 
 # What --compile makes fast; the first, as far as the device can, where it names nothing.
 COMPILE_WAYS = ("both", "blocks", "graphs")
 # What lists are of, by the type of their items, and an example.
 _ITEMS = {int: ("whole numbers", "0,1,2"), float: ("numbers", "0.25,0.5")}
+
+
+# What --help says of the fields of a config.
+FIELDS = {
+    "ratio": "share of tokens removed, as 0.5",
+    "coverage": "least mean similarity of tokens to their destinations; --ratio is then the most that is removed",
+    "step_ratios": "ratios for equal parts of the merging steps, first to last",
+    "block_ratios": "ratios for equal parts of each group's blocks, first to last",
+    "method": f"one of {', '.join(METHODS)}",
+    "regions": "where destinations are chosen: whole, tile, stripe, a count (tile:64) or a tile's shape (tile:4x4)",
+    "merge_regions": "where tokens merge: regions of the same kind, or whole",
+    "selection": f"one of {', '.join(SELECTIONS)}",
+    "similarity": f"one of {', '.join(SIMILARITIES)}",
+    "temperature": "of the softmax over destinations",
+    "merge": f"what a merged token is: {' or '.join(MERGES)}",
+    "unmerge": " or ".join(UNMERGES),
+    "gap": f"what is added between anchors: {', '.join(GAPS)}",
+    "trust": "share of what a merged block changes that counts between anchors",
+    "gap_dtype": f"what anchors keep: {' or '.join(GAP_DTYPES)}",
+    "sites": f"merge once per {', '.join(SITES)}",
+    "span": "most blocks in a span, or that are held with one gap; 0 is no limit",
+    "components": f"of {', '.join(COMPONENTS)}, for --sites component",
+    "levels": "of a UNet, by downsampling, as 2,4",
+    "skip_first": "first blocks of each group that are left alone: a number, or a share as 0.25",
+    "skip_last": "last ones",
+    "seed": "of random selections",
+    "backend": f"of the operations: {', '.join(BACKENDS)}",
+    "destinations_every": "steps between selections of destinations",
+    "weights_every": "steps between weighings",
+    "start": "share of the steps that run whole at first",
+    "stop": "share of the steps after which all run whole",
+    "anchor_every": "steps between anchors, on average; 0 is none",
+}
 
 
 class Unreadable(ArgumentTypeError, ValueError):

@@ -10,7 +10,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from .files import write_file
+from .config import TokenMergeError
+from .files import check_writable, write_file
 from .grid import TokenGrid
 
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 28), (110, 110, 118)
@@ -109,9 +110,17 @@ def overlay_map(picture: Image.Image, grid: TokenGrid, owners: Tensor, regions: 
     return canvas
 
 
+def check_picture_file(path: Path) -> None:
+    """Refuse where `save_picture` could not write, before there is a picture to lose."""
+    known = Image.registered_extensions()
+    if known.get(path.suffix.lower()) not in Image.SAVE:
+        raise TokenMergeError(f"{path} does not end as a picture does; use .png, .jpg or .webp")
+    check_writable(path)
+
+
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a picture whole or not at all."""
-    kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
+    """Write a picture whole or not at all, in the format that its name ends in."""
+    kind = Image.registered_extensions()[path.suffix.lower()]
     # A third of the time that PNG takes by default, for a tenth more bytes.
     options = {"compress_level": 3} if kind == "PNG" else {}
     write_file(path, lambda file: picture.save(file, format=kind, **options))
