@@ -103,8 +103,9 @@ def test_number_of_sites_of_the_published_models() -> None:
         ("flux", {"skip_first": 1}, [1, 2]),
     ],
 )
-def test_spans_are_runs_of_blocks(kind: str, options: dict[str, Any], spans: list[int]) -> None:
-    pipe = apply(tiny.build(kind), sites="span", **options)
+@pytest.mark.parametrize("way", [{**OPTIONS, "sites": "span"}, {"preset": "hold"}], ids=["merged", "held"])
+def test_spans_are_runs_of_blocks(way: dict[str, Any], kind: str, options: dict[str, Any], spans: list[int]) -> None:
+    pipe = tokenmerge.apply(tiny.build(kind), **{**way, **options})
     sites = tokenmerge.summary(pipe).plan.merged_sites
     starts = [place for place, site in enumerate(sites) if site.first]
     ends = [place for place, site in enumerate(sites) if site.last]
@@ -140,6 +141,26 @@ def test_merging_changes_the_image_by_its_ratio_and_always_alike(kind: str, site
     assert all(image.isfinite().all() for image in images)
     for place, image in enumerate(images):
         assert not any(torch.equal(image, other) for other in images[:place])
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_the_default_holds_blocks_in_every_pipeline(kind: str) -> None:
+    pipe = tiny.build(kind)
+    unpatched = tiny.draw(pipe, steps=16)
+    merged = tiny.draw(apply(pipe, ratio=0.5), steps=16)
+    tokenmerge.apply(pipe)
+    held = tiny.draw(pipe, steps=16)
+    told = tokenmerge.summary(pipe)
+    assert told.plan.config.holds
+    assert told.steps["merged"] >= 2
+    assert 0 < (held - unpatched).abs().mean() < (merged - unpatched).abs().mean() / 2
+    assert torch.equal(tiny.draw(pipe, steps=16), held)
+    # Blocks in a row are held as if each were by itself, in less memory where nothing acts between them.
+    tokenmerge.apply(pipe, span=1)
+    torch.testing.assert_close(tiny.draw(pipe, steps=16), held, rtol=0, atol=0.01)
+    assert told.gap_bytes <= tokenmerge.summary(pipe).gap_bytes
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, steps=16), unpatched)
 
 
 @pytest.mark.parametrize("preset", ["toma", "toma-once", "toma-stripe", "toma-tile", "lower-bound"])
