@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
@@ -100,6 +101,12 @@ def test_unknown_fields_are_refused() -> None:
         MergeConfig.from_dict({"ratios": 0.5})
     with pytest.raises(TokenMergeError, match="mapping"):
         MergeConfig.from_yaml("- 1")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = MergeConfig(ratio=np.float32(0.25), seed=np.int64(3), skip_first=np.int64(1), trust=1)
+    assert config == MergeConfig(ratio=0.25, seed=3, skip_first=1)
+    assert MergeConfig.from_json(config.to_json()) == config
 
 
 def test_a_config_is_frozen() -> None:

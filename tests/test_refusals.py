@@ -28,7 +28,7 @@ def apply(pipe: Any, **options: Any) -> Any:
         ("sdxl", {"ratio": 1.0}, r"must be in \[0, 1\)"),
         ("sdxl", {"ratio": -0.1}, r"must be in \[0, 1\)"),
         ("sdxl", {"ratio": float("nan")}, r"must be in \[0, 1\)"),
-        ("sdxl", {"ratio": "half"}, "it must be float"),
+        ("sdxl", {"ratio": "half"}, "it must be a number"),
         ("sdxl", {"regions": "tiles"}, "write 'whole', 'tile', 'stripe'"),
         ("sdxl", {"regions": "tile:0"}, "start at 1"),
         ("sdxl", {"regions": "stripe:4x4"}, "only 'tile' takes a shape"),

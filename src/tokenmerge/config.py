@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 METHODS = ("toma", "hold", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound", "none")
@@ -401,17 +402,32 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise TokenMergeError(f"{name} is {value!r}; choose from {', '.join(choices)}")
 
 
+# In words.
+_TYPES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a tuple or list",
+    NoneType: "None",
+}
+
+
 def _check_types(config: Any) -> None:
     """Refuse values of another type than annotated: a string ratio or a float seed would fail late and obscurely."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         types = tuple(get_origin(choice) or choice for choice in choices)
-        if type(value) is int and float in types and int not in types:
-            object.__setattr__(config, name, float(value))
-        elif not isinstance(value, types) or isinstance(value, bool):
-            expected = " or ".join(choice.__name__ for choice in types)
-            raise TokenMergeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {expected}")
+        if not isinstance(value, bool):
+            # NumPy has numbers of its own.
+            if isinstance(value, Integral) and int in types:
+                value = int(value)
+            elif isinstance(value, Real) and float in types:
+                value = float(value)
+            object.__setattr__(config, name, value)
+        if not isinstance(value, types) or isinstance(value, bool):
+            expected = " or ".join(_TYPES.get(choice, choice.__name__) for choice in types)
+            raise TokenMergeError(f"{name} is {value!r}; it must be {expected}")
 
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
