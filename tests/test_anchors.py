@@ -18,7 +18,7 @@ import tiny
 import tokenmerge
 from tokenmerge.adapters import denoiser_of, family_of
 from tokenmerge.api import token_maps
-from tokenmerge.hooks import _clipped
+from tokenmerge.sites import _clipped
 from traces import attributes, same
 
 KINDS = ["sdxl", "sd3", "flux"]

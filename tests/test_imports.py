@@ -25,6 +25,7 @@ LAYERS = [
     ["planning"],
     ["adapters"],
     ["hooks"],
+    ["sites"],
     ["state"],
     ["anchors"],
     ["groups"],

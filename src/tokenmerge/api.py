@@ -17,22 +17,10 @@ from .compiling import compiled_state
 from .config import MergeConfig, TokenMergeError, default_preset, load_preset
 from .grid import TokenGrid
 from .groups import MergeGroup
-from .hooks import (
-    INNER_CACHES,
-    BlockSite,
-    ComponentSite,
-    EntrySite,
-    HeldSite,
-    Installation,
-    Site,
-    Span,
-    cache_hooks,
-    is_group_offloaded,
-    leads_cache,
-    runs_as_made,
-)
+from .hooks import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, leads_cache, runs_as_made
 from .methods import method_for
 from .planning import Plan, plan_model
+from .sites import BlockSite, ComponentSite, EntrySite, HeldSite, Site, Span
 from .state import RECORD, MergeState
 from .tables import table
 

@@ -16,7 +16,8 @@ from .grid import TokenGrid
 
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 28), (110, 110, 118)
 _GAP = 12
-# From no difference to the largest: black over violet and orange to pale yellow.
+# From no difference to this one and larger ones: black over violet and orange to pale yellow.
+_BRIGHTEST = 96.0
 _HEAT = torch.tensor([[0, 0, 4], [87, 16, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]], dtype=torch.float32)
 
 
@@ -70,10 +71,10 @@ def to_picture(values: Tensor) -> Image.Image:
     return Image.frombytes("RGB", (width, height), bytes(values.contiguous().flatten().tolist()))
 
 
-def difference(reference: Image.Image, test: Image.Image, brightest: float = 96.0) -> Image.Image:
-    """Where two pictures differ, in the mean over colours: black is equal, pale yellow `brightest` of 255 or more."""
+def difference(reference: Image.Image, test: Image.Image) -> Image.Image:
+    """Where two pictures differ, in the mean over colours: black is equal, pale yellow `_BRIGHTEST` of 255 or more."""
     apart = (to_tensor(reference).float() - to_tensor(test).float()).abs().mean(-1)
-    place = (apart / brightest).clamp(0, 1) * (len(_HEAT) - 1)
+    place = (apart / _BRIGHTEST).clamp(0, 1) * (len(_HEAT) - 1)
     lower = place.long().clamp_max(len(_HEAT) - 2)
     colours = torch.lerp(_HEAT[lower], _HEAT[lower + 1], (place - lower)[..., None])
     return to_picture(colours.round().to(torch.uint8))

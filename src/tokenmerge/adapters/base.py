@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..calls import DenoiserCall
 from ..config import MergeConfig, TokenMergeError
-from ..hooks import Argument, Ports
+from ..sites import Argument, Ports
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from ..calls import DenoiserCall
-from ..hooks import Argument, Ports
+from ..sites import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _TEXT = Argument("encoder_hidden_states", 1)

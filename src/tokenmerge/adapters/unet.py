@@ -10,7 +10,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 
 from ..calls import DenoiserCall
-from ..hooks import Argument, Ports
+from ..sites import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _BLOCK = BlockKind(
