@@ -28,8 +28,9 @@ INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "
 _CACHE_LEADER = "fbc_leader"
 _GROUP_OFFLOAD = "group_offloading"
 # Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for whole steps, one for
-# anchors and one for merged steps, or six where it is held (first, last or inside of a span): first for one size, then for any, for tiles that fit and that do not, for batches of
-# one and of more, and for blocks that are given other strides.
+# anchors and one for merged steps, or six where it is held (first or last of a span, or inside of it): first for one
+# size, then for any, for tiles that fit and that do not, for batches of one and of more, and for blocks that are given
+# other strides.
 _GRAPHS = 64
 
 
