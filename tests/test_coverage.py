@@ -290,7 +290,7 @@ def test_nothing_is_compiled_after_every_bucket_was_seen_once(kind: str) -> None
         ({"coverage": 1.5}, r"must be in \[0, 1\]"),
         ({"coverage": -0.1}, r"must be in \[0, 1\]"),
         ({"coverage": float("nan")}, r"must be in \[0, 1\]"),
-        ({"coverage": "most"}, "float or NoneType"),
+        ({"coverage": "most"}, "a number or None"),
         ({"step_ratios": (0.25, 0.5)}, "both coverage and step_ratios"),
         ({"block_ratios": (0.25, 0.5)}, "both coverage and block_ratios"),
         ({"method": "random"}, "method='toma'"),
