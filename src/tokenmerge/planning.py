@@ -129,13 +129,18 @@ class Plan:
                 ]
                 for group in self.groups
             ]
-            lines += ["", table(["group", f"blocks {done}", "grid", "tokens", "regions", "saved", "spent"], rows)]
+            header = ["group", f"blocks {done}", "grid", "tokens", "regions", "saved", "spent"]
+            # What is held is neither cut into regions nor spends anything.
+            shown = [0, 1, 2, 5] if self.config.holds else range(len(header))
+            header, *rows = [[row[place] for place in shown] for row in (header, *rows)]
+            lines += ["", table(header, rows)]
             lines += [
                 "",
                 f"Multiplications in transformer blocks, by the paper's cost model: {doing} saves {self.saved:.1%}",
             ]
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
-            lines[-1] += f" and spends {self.spent:.1%}{most}.{_exceptions(self.config)}"
+            spent = "" if self.config.holds else f" and spends {self.spent:.1%}"
+            lines[-1] += f"{spent}{most}.{_exceptions(self.config)}"
             if self.merged_sites and self.saved <= self.spent:
                 more = " or anchor_every" if self.config.schedule.anchor_every else ""
                 lines.append(f"By this count the model would be slower merged than unmerged; raise the ratio{more}.")
