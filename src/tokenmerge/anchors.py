@@ -79,6 +79,8 @@ class Anchors:
         """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
         # What failed on the way has not seen all gaps, and is never settled.
         self._pending = None
+        for _, memory in self._memories:
+            memory.entered = None
         turn = self._clock.call
         if not self._memories or mode == "full":
             return
@@ -91,8 +93,6 @@ class Anchors:
         if linear:
             ahead.fill_(self._distance(seen.steps))
         for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
-            # An anchor that failed on its way has left what entered.
-            memory.entered = None
             if memory.apart not in (None, call.apart):
                 memory.current = None
             elif group.slot is not None and group.slot.merges:
