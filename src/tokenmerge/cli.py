@@ -49,8 +49,9 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="make a picture with and without merging, and compare",
-        description="Make a picture from a prompt unmerged and merged, with the same seed; write both and where they "
-        "differ into one picture, and print what it cost and changed.",
+        description="Make a picture from a prompt as the model does, and with blocks held or, given a ratio, tokens "
+        "merged, with the same seed; write both and where they differ into one picture, and print what it cost and "
+        "changed.",
     )
     parser.add_argument("prompt", nargs="?", default="a photo of a sunflower", help="(default: %(default)s)")
     parser.add_argument("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")
