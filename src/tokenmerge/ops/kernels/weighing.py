@@ -52,6 +52,7 @@ def _weigh_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A program makes the weights of one region of one sample, BLOCK_N sources at a time. All of them fill the rotary
     tables, if there are any, which samples share.
@@ -92,7 +93,7 @@ def _weigh_kernel(
         pairs = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         source_squares = tl.zeros((BLOCK_N,), tl.float32)
         target_squares = tl.zeros((BLOCK_K,), tl.float32)
-        for start in range(0, CHANNELS, BLOCK_C):
+        for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=STAGES):
             columns = start + tl.arange(0, BLOCK_C)
             ours = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
             theirs = load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
@@ -160,6 +161,7 @@ def weigh(
     merge = tokens.new_empty(batch, regions, count, size)
     unmerge = tokens.new_empty(batch, regions, size, count)
     block_n, block_k = block_size(size, 64), block_size(count)
+    warps = min(8, max(1, block_n * block_k // 512))
     scratch = None
     if size > block_n:
         scratch = torch.empty(batch, regions, size, count, dtype=torch.float32, device=tokens.device)
@@ -184,6 +186,9 @@ def weigh(
             BLOCK_K=block_k,
             BLOCK_C=block_size(channels, 32 if not half else 128 if block_k <= 64 else 64),
             **table_arguments(rotary, regions * count),
-            num_warps=min(8, max(1, block_n * block_k // 512)),
+            # Products of four warps run on their own while the loop goes on. Triton 3.6 gives loads that also serve
+            # something else, as norms, a buffer too few for that: the next load would overwrite what a product reads.
+            STAGES=1 if warps >= 4 else 3,
+            num_warps=warps,
         )
     return merge, unmerge
