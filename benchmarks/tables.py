@@ -68,13 +68,16 @@ def speed_table(names: list[str]) -> str:
                 continue
             sites = {"component": "per component", "block": "once per block", "span": "once per span"}
             preset = row.record["label"].rpartition(" ")[0]
-            told = f"`{preset}`, {sites[row.config['sites']]}"
+            held = row.config["method"] == "hold"
+            told = f"`{preset}`" if held else f"`{preset}`, {sites[row.config['sites']]}"
             if preset in presets() and (skipped := row.config["skip_first"]) != load_preset(preset).skip_first:
                 told += f", `skip_first={skipped}`"
             where = (model, f"{width}x{height}", str(batch), mode, told)
             cells.setdefault(where, {})[row.config["ratio"]] = f"{bench.speed_up(row, rows):.2f}x"
     ratios = sorted({ratio for found in cells.values() for ratio in found})
-    header = ["model", "size", "batch", "mode", "merging", *(f"ratio {ratio:g}" for ratio in ratios)]
+    # Held blocks run no token.
+    columns = ["held" if ratio == 1 else f"ratio {ratio:g}" for ratio in ratios]
+    header = ["model", "size", "batch", "mode", "preset", *columns]
     return markdown(header, [[*where, *(found.get(ratio, "") for ratio in ratios)] for where, found in cells.items()])
 
 
