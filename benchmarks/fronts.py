@@ -18,7 +18,8 @@ from typing import Any
 
 from PIL import Image
 
-from tokenmerge.config import MergeConfig, load_preset
+from tokenmerge.catalog import load_preset
+from tokenmerge.config import MergeConfig
 from tokenmerge.evaluation.configurations import Configuration
 from tokenmerge.evaluation.plots import new_plot, save_plot
 from tokenmerge.pictures import Panel, save_picture, strip

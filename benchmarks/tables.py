@@ -25,7 +25,7 @@ import fronts
 import ops
 
 from tokenmerge import bench
-from tokenmerge.config import load_preset, presets
+from tokenmerge.catalog import load_preset, presets
 from tokenmerge.evaluation.inquiries import OVERLAP_PRESET
 from tokenmerge.evaluation.locality import locality_cells
 from tokenmerge.evaluation.maptimes import map_table

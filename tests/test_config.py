@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tokenmerge import MergeConfig, Schedule, TokenMergeError, presets
+from tokenmerge.catalog import default_preset, load_preset
 from tokenmerge.config import (
     BACKENDS,
     COMPONENTS,
@@ -19,9 +20,7 @@ from tokenmerge.config import (
     SIMILARITIES,
     SITES,
     UNMERGES,
-    default_preset,
     first_line,
-    load_preset,
 )
 
 configs = st.builds(

@@ -32,8 +32,8 @@ from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files, measure
 from tokenmerge.adapters import caches
 from tokenmerge.adapters.loading import load_pipeline
+from tokenmerge.catalog import load_preset
 from tokenmerge.cli import main
-from tokenmerge.config import load_preset
 from tokenmerge.evaluation import plots, table
 from tokenmerge.evaluation.configurations import read_configurations
 from tokenmerge.evaluation.folder import Folder

@@ -35,7 +35,7 @@ LAYERS = [
     ["ops"],
     ["grid"],
     ["quality", "measure"],
-    ["files", "options"],
+    ["files", "options", "catalog"],
     ["config"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

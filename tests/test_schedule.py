@@ -25,7 +25,7 @@ import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
 from tokenmerge.calls import grids_of_ids
-from tokenmerge.config import load_preset
+from tokenmerge.catalog import load_preset
 from tokenmerge.grid import TokenGrid
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}

@@ -24,8 +24,8 @@ from interrupts import interrupt
 from judges import write_networks
 from tokenmerge import MergeConfig, TokenMergeError
 from tokenmerge.adapters.loading import empty_denoiser, load_pipeline
+from tokenmerge.catalog import load_preset
 from tokenmerge.cli import main
-from tokenmerge.config import load_preset
 from tokenmerge.evaluation.configurations import Configuration, read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
 from tokenmerge.generate import Request, draw

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .config import MergeConfig, Schedule, TokenMergeError, presets
+from .catalog import presets
+from .config import MergeConfig, Schedule, TokenMergeError
 
 if TYPE_CHECKING:
     from .api import Summary, applied, apply, plan, remove, summary, supported_models

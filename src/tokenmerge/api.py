@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
+from .catalog import default_preset, load_preset
 from .compiling import compiled_state
-from .config import MergeConfig, TokenMergeError, default_preset, load_preset
+from .config import MergeConfig, TokenMergeError
 from .grid import TokenGrid
 from .groups import MergeGroup
 from .hooks import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, leads_cache, runs_as_made

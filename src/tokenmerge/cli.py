@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .config import TokenMergeError, presets
+from .catalog import presets
+from .config import TokenMergeError
 from .options import COMPILE_WAYS, FIELDS, config_fields, parse_as
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from .. import api
-from ..config import DEFAULT, SELECTIONS, MergeConfig, TokenMergeError, load_preset
+from ..catalog import DEFAULT, load_preset
+from ..config import SELECTIONS, MergeConfig, TokenMergeError
 from ..methods import method_for
 
 # What the bound of linear merging has in place of a config's own; the rest they share.

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.caches import StepCache, read_cache
-from ..config import DEFAULT, MergeConfig, TokenMergeError, default_preset, load_preset
+from ..catalog import DEFAULT, default_preset, load_preset
+from ..config import MergeConfig, TokenMergeError
 from ..options import config_fields, parse_as, read_fields
 
 BASELINE = "none"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..config import TokenMergeError, load_preset
+from ..catalog import load_preset
+from ..config import TokenMergeError
 from .finding import Finding
 from .hidden import load_subject
 from .locality import recolour

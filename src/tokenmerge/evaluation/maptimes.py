@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..adapters.loading import dtype_on
-from ..config import MergeConfig, load_preset
+from ..catalog import load_preset
+from ..config import MergeConfig
 from ..files import write_text
 from ..generate import best_device
 from ..grid import TokenGrid

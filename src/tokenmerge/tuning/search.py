@@ -15,7 +15,8 @@ from typing import Any
 
 from ..adapters import family_of
 from ..adapters.loading import empty_denoiser
-from ..config import TokenMergeError, load_preset
+from ..catalog import load_preset
+from ..config import TokenMergeError
 from ..evaluation.configurations import Configuration
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results

@@ -7,7 +7,8 @@ from dataclasses import fields
 from random import Random
 from typing import Any
 
-from ..config import GAPS, MergeConfig, Schedule, TokenMergeError, load_preset
+from ..catalog import load_preset
+from ..config import GAPS, MergeConfig, Schedule, TokenMergeError
 from ..evaluation.configurations import Configuration
 
 Changes = Mapping[str, Any]
