@@ -43,6 +43,11 @@ def apply(pipe: Any, **options: Any) -> Any:
         ("sdxl", {"levels": (1,)}, "no site .* change levels"),
         ("flux", {"sites": "component", "components": ("cross_attention",)}, "no site .* components"),
         ("flux", {"levels": (1,)}, "has only one"),
+        ("sdxl", {"components": ("mlp",)}, r"components is \('mlp',\), which counts with sites='component'"),
+        ("sdxl", {"ratio": 0.5, "span": 2}, "span is 2, which counts with sites='span' .* or held blocks"),
+        ("sdxl", {"preset": "unet", "gap": "linear"}, "gap is 'linear', which counts with anchors"),
+        ("flux", {"preset": "dit", "trust": 0.5}, "trust is 0.5, which counts with anchors"),
+        ("flux", {"anchor_every": 0, "gap_dtype": "float8"}, "gap_dtype is 'float8', which counts with anchors"),
         ("sd3", {"skip_last": 4}, "no site .* skip_last"),
     ],
 )

@@ -218,7 +218,7 @@ def resolve_config(
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
     base = config or load_preset(preset or default_preset(options, family.merging))
-    return base.replace(**options) if options else base
+    return base.changed(**options) if options else base
 
 
 def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
@@ -231,7 +231,7 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
         return f"Steps of the last image: {told}."
     way_out = "For so few steps merge at every one: start=0, anchor_every=0."
     if held:
-        way_out = "For so few steps begin at once, with start=0, or give a ratio, which merges instead."
+        way_out = "For so few steps begin at once, with start=0, or merge at every one: start=0, anchor_every=0."
     return f"Steps of the last image: {told}: nothing was saved. {way_out}"
 
 

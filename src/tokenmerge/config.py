@@ -338,6 +338,22 @@ class MergeConfig:
             changes["schedule"] = replace(known, **timing)
         return replace(self, **changes)
 
+    def changed(self, **options: Any) -> MergeConfig:
+        """The same for options that somebody gave: one that would be without effect is refused."""
+        config = self.replace(**options)
+        anchors = (config.schedule.anchor_every > 0, "anchors, as anchor_every=5 gives")
+        for name, (counts, where) in {
+            "components": (config.sites == "component", "sites='component' and anchor_every=0"),
+            "span": (config.sites == "span" or config.holds, "sites='span' and anchor_every=0, or held blocks"),
+            "gap": anchors,
+            "gap_dtype": anchors,
+            "trust": anchors,
+        }.items():
+            value = getattr(config, name)
+            if name in options and value != getattr(MergeConfig, name) and not counts:
+                raise TokenMergeError(f"{name} is {value!r}, which counts with {where}; add that, or leave it out")
+        return config
+
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
         for name in _TUPLES:
@@ -460,5 +476,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise TokenMergeError("YAML needs PyYAML: pip install tokenmerge[yaml], or use JSON") from error
+        raise TokenMergeError("YAML needs PyYAML: pip install .[yaml], or use JSON") from error
     return yaml

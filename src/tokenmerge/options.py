@@ -33,7 +33,7 @@ _ITEMS = {int: ("whole numbers", "0,1,2"), float: ("numbers", "0.25,0.5")}
 # What --help says of the fields of a config.
 FIELDS = {
     "ratio": "share of tokens removed, as 0.5",
-    "coverage": "least mean similarity of tokens to their destinations; --ratio is then the most that is removed",
+    "coverage": "least mean similarity of tokens to their destinations; the ratio is then the most that is removed",
     "step_ratios": "ratios for equal parts of the merging steps, first to last",
     "block_ratios": "ratios for equal parts of each group's blocks, first to last",
     "method": f"one of {', '.join(METHODS)}",

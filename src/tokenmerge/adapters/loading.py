@@ -51,7 +51,7 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
     try:
         from transformers.utils import logging
     except ImportError as error:
-        raise TokenMergeError("text encoders need transformers: pip install tokenmerge[generate]") from error
+        raise TokenMergeError("text encoders need transformers: pip install .[generate]") from error
     # Its advice on packages for images is not about these pipelines.
     logging.set_verbosity_error()
     logging.disable_progress_bar()

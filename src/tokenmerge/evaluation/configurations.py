@@ -1,12 +1,12 @@
 """The list of configurations to compare, as typed.
 
 none                                    the unmerged model, which is always there
-default                                 the preset of the model's family
+default                                 what `apply` does: held blocks, or with a ratio anchored merging
 toma                                    a preset
 toma:ratio=0.5,regions=stripe:64        a preset with fields changed
-default:components=self_attention,mlp   a list: what has no = belongs to the field before it
+toma:components=self_attention,mlp      a list: what has no = belongs to the field before it
 my.yaml:ratio=0.25                      a YAML or JSON file, as it is or with fields changed
-mine@toma:regions=whole,span=3          under a name of one's own
+mine@toma:regions=whole,ratio=0.25      under a name of one's own
 toma + first-block:threshold=0.1        with a step cache of diffusers
 none + first-block:threshold=0.1        the same without merging
 """
@@ -82,7 +82,7 @@ def read_configurations(
         merging, plus, typed_cache = typed.partition(_CACHE)
         head, changes = _split(merging)
         swept = bool(ratios) and "ratio" not in changes
-        base = _base(head, {**changes, "ratio": None} if swept else changes, family_merging).replace(**changes)
+        base = _base(head, {**changes, "ratio": None} if swept else changes, family_merging).changed(**changes)
         cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue

@@ -35,7 +35,7 @@ _LONGEST_ENTRY = 60
 def check_plots() -> None:
     """Refuse before hours of work what would fail after them."""
     if find_spec("matplotlib") is None:
-        raise TokenMergeError("eval needs matplotlib for its plots: pip install tokenmerge[eval]")
+        raise TokenMergeError("eval needs matplotlib for its plots: pip install .[eval]")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
