@@ -672,7 +672,7 @@ def pipelines(code: str) -> Iterator[tuple[int, int]]:
                 yield int(counts[held]), loaded(before).count(held)
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(89, torch.float16), (90, torch.bfloat16)])
+@pytest.mark.parametrize(("capability", "dtype"), [(89, torch.float16), (90, torch.bfloat16), (100, torch.bfloat16)])
 def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter accepts what the compiler may not."""
     for module in (selection, weighing, merging, rotary):
