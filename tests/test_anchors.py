@@ -518,6 +518,40 @@ def test_sigmas_of_a_scheduler_that_has_none_are_refused() -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match="DDIMScheduler has none; use gap='linear'"):
         tokenmerge.apply(pipe, **{**ANCHORED, "gap": "sigma"})
     tokenmerge.apply(pipe, tokenmerge.MergeConfig(gap="sigma"))
+    euler = tiny.build("sdxl")
+    tokenmerge.apply(euler, **{**ANCHORED, "gap": "sigma"})
+    before, euler.scheduler = euler.scheduler, pipe.scheduler
+    with pytest.raises(tokenmerge.TokenMergeError, match="DDIMScheduler has none; use gap='linear'"):
+        tiny.draw(euler)
+    euler.scheduler = before
+    assert tiny.draw(euler).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_anchor_that_failed_is_made_again(kind: str, way: dict[str, Any]) -> None:
+    results = []
+    for fails in (False, True):
+        denoiser, loop = build(kind, **way, gap="linear", anchor_every=3)
+        loop.set_timesteps()
+        outputs = []
+        # Anchors are steps 0, 2, 4, 7 and 10.
+        for step in range(12):
+            if fails and step == 4:
+                last = denoiser.conv_out if hasattr(denoiser, "conv_out") else denoiser.proj_out
+                handle = last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+                with pytest.raises(RuntimeError, match="no memory"):
+                    call(denoiser, -1.0)
+                assert denoiser._tokenmerge.state.mode == "anchor"
+                handle.remove()
+            outputs.append(call(denoiser, 1 / (1 + step)))
+            loop.step()
+        results.append((outputs, tokenmerge.summary(denoiser).steps))
+    (undisturbed, counted), (again, counted_again) = results
+    assert counted_again == counted
+    assert torch.equal(again[4], undisturbed[4])
+    # What was extrapolated over the failed anchor comes to its end at the next one.
+    assert all(torch.equal(*pair) for pair in zip(again[7:], undisturbed[7:], strict=True))
 
 
 def test_held_blocks_take_what_merged_tokens_cannot_follow() -> None:

@@ -56,6 +56,7 @@ class Driven:
             assert slot is not None
             refresh(each, [], self.group.handle, slot.map.tensors, slot.rotary)
             ratios.append(self.group.ratio)
+            self.state.leave()
         return ratios
 
     def enter(self, tokens: Tensor) -> None:

@@ -472,6 +472,17 @@ def test_a_scheduler_that_merging_does_not_follow_is_refused(kind: str) -> None:
     assert torch.equal(tiny.draw(other, steps=6), drawn)
 
 
+def test_views_that_take_turns_at_a_scheduler_are_refused() -> None:
+    from diffusers import StableDiffusionPanoramaPipeline
+
+    plain = tiny.build("sd", vae=tiny.vae(4))
+    pipe = tokenmerge.apply(StableDiffusionPanoramaPipeline(**plain.components, requires_safety_checker=False))
+    arguments = {**tiny.call_arguments(plain, steps=2), "height": 512, "width": 576}
+    with pytest.raises(TokenMergeError, match=r"stepped twice from one timestep: .* \(view_batch_size\)"):
+        pipe(**arguments)
+    assert pipe(**arguments, view_batch_size=2).images.isfinite().all()
+
+
 @torch.no_grad()
 def test_a_bare_denoiser_serves_two_shapes_of_as_many_tokens() -> None:
     both, alone = (apply(tiny.flux_transformer(), sites="block") for _ in range(2))

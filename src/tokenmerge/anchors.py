@@ -51,6 +51,7 @@ class Anchors:
 
     def mode(self, call: DenoiserCall) -> str:
         """Of a call that is to merge: an anchor, if it is time for one in its turn of the step."""
+        self._drop_failed()
         image, step, turn = self._clock.now
         if turn >= MAX_CALLS:
             # No gap is kept for so many calls, and anchors at every step would cost more than merging saves.
@@ -77,8 +78,7 @@ class Anchors:
 
     def enter(self, call: DenoiserCall, mode: str) -> None:
         """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
-        # What failed on the way has not seen all gaps, and is never settled.
-        self._pending = None
+        self._drop_failed()
         for _, memory in self._memories:
             memory.entered = None
         turn = self._clock.call
@@ -97,6 +97,12 @@ class Anchors:
                 memory.current = None
             elif group.slot is not None and group.slot.merges:
                 memory.enter(size, turn, ahead, linear=linear, float8=self._config.gap_dtype == "float8")
+
+    def _drop_failed(self) -> None:
+        """An anchor that failed on the way has left gaps among those of the last one that ran: begin anew."""
+        if self._pending is not None:
+            self._pending[0].steps.clear()
+            self._pending = None
 
     def forget(self) -> None:
         """Give up gaps of sizes that the last two images did not have: two sizes may take turns."""

@@ -22,7 +22,7 @@ from .hooks import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, 
 from .methods import method_for
 from .planning import Plan, plan_model
 from .sites import BlockSite, ComponentSite, EntrySite, HeldSite, Site, Span
-from .state import RECORD, MergeState
+from .state import RECORD, MergeState, check_levels
 from .tables import table
 
 Model = TypeVar("Model")
@@ -354,9 +354,7 @@ def _check_applicable(denoiser: nn.Module, family: Family, config: MergeConfig, 
             f"{window if config.schedule.windowed else 'step_ratios'} needs to know how many steps there are; "
             "apply to the pipeline, or give scheduler=..."
         )
-    if config.gap == "sigma" and config.schedule.anchor_every and getattr(scheduler, "sigmas", None) is None:
-        named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
-        raise TokenMergeError(f"gap='sigma' follows the sigmas of a scheduler, and {named}; use gap='linear'")
+    check_levels(config, scheduler)
     _check_fused(denoiser, config)
     blocks = family.blocks(denoiser)
     if blocks and not config.holds:

@@ -39,6 +39,8 @@ class MergeState:
         self.anchors = Anchors(config, self.clock)
         self._begun = -1  # the last image whose first call could be entered
         self._timestep: Tensor | None = None  # of the first call of the step
+        self._stepped: Any = None  # the timestep that the scheduler stepped from last
+        self._inside = False  # whether a call has begun and not ended: one that fails does not
         self.steps: Counter[str] = Counter()  # of the last image, by mode
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
@@ -80,7 +82,9 @@ class MergeState:
             self.clock.follow_timestep(float(call.timestep.flatten()[0]))
         else:
             self._follow_calls(scheduler, call)
-        self.clock.call += 1
+        # One that failed may be made again, and is the same call of its step.
+        self.clock.call += self.clock.call < 0 or not self._inside
+        self._inside = True
         self._set_mode()
         if self.mode == "merged" and self.anchors.exist:
             self.mode = self.anchors.mode(call)
@@ -95,19 +99,24 @@ class MergeState:
             group.enter(call, mode=self.mode)
         self.anchors.enter(call, self.mode)
         ratios = {group.ratio for group in self.groups}
-        merges = any(group.slot and group.slot.merges for group in self.groups)
-        if any(ratios) and not merges:
+        if any(ratios) and not self._merges:
             raise TokenMergeError(
                 f"at this size ratio {max(ratios)} removes no token in regions {self.config.regions!r}; "
                 "use larger regions or a larger image, or remove merging"
             )
         self._begun = self.clock.image
-        # Guidance may take several calls to a step.
-        self.steps[self.mode if merges else "full"] += self.clock.call == 0
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""
+        self._inside = False
+        # Guidance may take several calls to a step.
+        self.steps[self.mode if self._merges else "full"] += self.clock.call == 0
         self.anchors.settle(self.groups)
+
+    @property
+    def _merges(self) -> bool:
+        """Whether this call removes tokens anywhere, if its step merges."""
+        return any(group.slot is not None and group.slot.merges for group in self.groups)
 
     def _follow_calls(self, scheduler: Any, call: DenoiserCall) -> None:
         """Learn from a call what the scheduler does not tell."""
@@ -201,19 +210,30 @@ class MergeState:
             self._stop_watching()
             self._stop_watching = None
 
-    def timesteps_set(self, scheduler: Any) -> None:
+    def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        self._stepped = None
         timesteps = getattr(scheduler, "timesteps", None)
         sigmas = getattr(scheduler, "sigmas", None)
         # Some schedulers keep them on the device, for which reading them waits.
         levels = sigmas.tolist() if isinstance(sigmas, Tensor) and self.config.gap == "sigma" else None
+        if levels is None:
+            check_levels(self.config, scheduler)
         self.clock.start_image(None if timesteps is None else len(timesteps), levels)
         self._set_mode()
 
-    def begin_set(self, scheduler: Any) -> None:
+    def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self.clock.begin = scheduler.begin_index or 0
         self._set_mode()
 
-    def stepped(self, scheduler: Any) -> None:
+    def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
+        timestep = named.get("timestep", arguments[1] if len(arguments) > 1 else None)
+        # The very same tensor: to compare values would wait for the device, and some schedulers repeat those.
+        if isinstance(timestep, Tensor) and timestep is self._stepped:
+            raise TokenMergeError(
+                "the scheduler was stepped twice from one timestep: parts of a picture, or several, take turns, and "
+                "their calls cannot be told apart; let one call have all of them (view_batch_size), or remove first"
+            )
+        self._stepped = timestep
         self.clock.next_step()
         self._set_mode()
 
@@ -228,6 +248,13 @@ class MergeState:
 
     def _set_mode(self) -> None:
         self.mode = "merged" if self.config.schedule.merges(self.clock.position) else "full"
+
+
+def check_levels(config: MergeConfig, scheduler: Any) -> None:
+    """Refuse to extrapolate in noise levels that a scheduler, or none, does not tell."""
+    if config.gap == "sigma" and config.schedule.anchor_every and getattr(scheduler, "sigmas", None) is None:
+        named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
+        raise TokenMergeError(f"gap='sigma' follows the sigmas of a scheduler, and {named}; use gap='linear'")
 
 
 def _same_time(one: Tensor, other: Tensor | None) -> bool:

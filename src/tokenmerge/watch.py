@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    def timesteps_set(self, scheduler: Any) -> None: ...
+    """Is told of a call after it, with its arguments."""
 
-    def begin_set(self, scheduler: Any) -> None: ...
+    def timesteps_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
-    def stepped(self, scheduler: Any) -> None: ...
+    def begin_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
+
+    def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
 
 _EVENTS = {"set_timesteps": "timesteps_set", "set_begin_index": "begin_set", "step": "stepped"}
@@ -39,7 +41,7 @@ class _Heard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._original(*args, **kwargs)
         for listener in tuple(self.listeners):
-            getattr(listener, _EVENTS[self.method])(self._scheduler())
+            getattr(listener, _EVENTS[self.method])(self._scheduler(), *args, **kwargs)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
