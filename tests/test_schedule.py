@@ -432,6 +432,41 @@ def test_timesteps_that_are_set_once_serve_many_images() -> None:
         assert counts(unet) == (image + 1, image + 1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", [{"preset": "hold"}, {"preset": "unet-anchored"}])
+def test_an_image_after_one_that_was_broken_off_begins_anew(way: dict[str, Any]) -> None:
+    unet, scheduler = tiny.build("sdxl").unet, tiny.ddim()
+    tokenmerge.apply(unet, scheduler=scheduler, **way)
+    scheduler.set_timesteps(20)
+    drawn = []
+    for seed in (0, 1, 0):
+        for timestep in scheduler.timesteps[:8]:
+            noise = unet(**unet_inputs(timestep, seed=seed)).sample
+            scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+        drawn.append(noise)
+        assert tokenmerge.summary(unet).steps["full"] == 4
+    assert torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd3"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_another_scheduler_after_an_image_that_was_broken_off_is_refused(kind: str, steps: int) -> None:
+    pipe = tokenmerge.apply(tiny.build(kind))
+    other = type(pipe)(**pipe.components)
+    other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    plain = tiny.draw(pipe, steps=8)
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    calls = iter([dict, dict, dict, stop])
+    with pytest.raises(KeyboardInterrupt):
+        tiny.draw(pipe, steps=8, callback_on_step_end=lambda *_: next(calls)())
+    with pytest.raises(TokenMergeError, match="no step of the scheduler that merging follows: another loop"):
+        tiny.draw(other, steps=steps)
+    assert torch.equal(tiny.draw(pipe, steps=8), plain)
+
+
 @pytest.mark.parametrize("steps", range(2, 6))
 def test_few_steps_of_a_scheduler_that_merging_does_not_follow_are_refused(steps: int) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"))

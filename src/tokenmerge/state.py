@@ -39,6 +39,7 @@ class MergeState:
         self.anchors = Anchors(config, self.clock)
         self._begun = -1  # the last image whose first call could be entered
         self._timestep: Tensor | None = None  # of the first call of the step
+        self._place: int | None = None  # of that timestep among the scheduler's, where it is one of those itself
         self._stepped: Any = None  # the timestep that the scheduler stepped from last
         self._inside = False  # whether a call has begun and not ended: one that fails does not
         self.steps: Counter[str] = Counter()  # of the last image, by mode
@@ -124,16 +125,26 @@ class MergeState:
             # Loops of one's own may set the timesteps once, for many images.
             self.timesteps_set(scheduler)
         if self.clock.call < 0:
+            self._see_place(scheduler, call.timestep)
             self._timestep = call.timestep
             if self.clock.step == 0:
                 self.clock.begin = self._begin(scheduler, call.timestep)
         elif self.clock.call >= MAX_CALLS - 1 and not _same_time(call.timestep, self._timestep):
             # Not at the first calls, since reading timesteps waits for the device.
-            raise TokenMergeError(
-                f"{MAX_CALLS + 1} calls came without a step of the scheduler that merging follows, and at different "
-                "timesteps: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, or "
-                "apply to the denoiser alone, with start=0 and anchor_every=0"
-            )
+            raise _driven_by_another(f"{MAX_CALLS + 1} calls came without a step of the scheduler that merging follows")
+
+    def _see_place(self, scheduler: Any, timestep: Tensor) -> None:
+        """See from where the timestep of a step's first call lies, without reading it, whether the loop still is that
+        of the image before."""
+        before, place = self._place, _place_in(scheduler.timesteps, timestep)
+        if before is not None and place is not None and place < before:
+            # Back to an earlier one: an image was broken off, and timesteps had been set for many.
+            self.timesteps_set(scheduler)
+        elif before is not None and place is None:
+            following = scheduler.timesteps[before + 1 : before + 2]
+            if not len(following) or not _same_time(timestep, following):
+                raise _driven_by_another("a call came that is no step of the scheduler that merging follows")
+        self._place = place
 
     def _see_grids(self, call: DenoiserCall, begins: bool) -> None:
         """Tell every group how its image tokens lie."""
@@ -211,7 +222,7 @@ class MergeState:
             self._stop_watching = None
 
     def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        self._stepped = None
+        self._place, self._stepped = None, None
         timesteps = getattr(scheduler, "timesteps", None)
         sigmas = getattr(scheduler, "sigmas", None)
         # Some schedulers keep them on the device, for which reading them waits.
@@ -255,6 +266,22 @@ def check_levels(config: MergeConfig, scheduler: Any) -> None:
     if config.gap == "sigma" and config.schedule.anchor_every and getattr(scheduler, "sigmas", None) is None:
         named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
         raise TokenMergeError(f"gap='sigma' follows the sigmas of a scheduler, and {named}; use gap='linear'")
+
+
+def _place_in(timesteps: Any, timestep: Tensor) -> int | None:
+    """Which of the timesteps this one is, if it is a view of them, as pipelines pass it on."""
+    if not isinstance(timesteps, Tensor) or timesteps.device != timestep.device:
+        return None
+    if timesteps.untyped_storage().data_ptr() != timestep.untyped_storage().data_ptr():
+        return None
+    return int(timestep.storage_offset()) - int(timesteps.storage_offset())
+
+
+def _driven_by_another(fact: str) -> TokenMergeError:
+    return TokenMergeError(
+        f"{fact}: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, or apply to the "
+        "denoiser alone, with start=0 and anchor_every=0"
+    )
 
 
 def _same_time(one: Tensor, other: Tensor | None) -> bool:
