@@ -342,10 +342,14 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
         Folder(tmp_path).begin({**asked, "nested": {"range": (-1, 680)}}, resume=True)
 
 
-def test_metrics_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
-    for metrics in (("mse",), ("mse", "fid", "clip"), METRICS):
-        evaluate(task(networks, metrics=metrics), tmp_path, resume=True)
+def test_metrics_and_timed_batches_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
+    for metrics, repeats in ((("mse",), 0), (("mse", "fid", "clip"), 0), (METRICS, 1)):
+        results = evaluate(task(networks, metrics=metrics, repeats=repeats), tmp_path, resume=True)
+        assert results is not None
+        assert all((row.timing is not None) == bool(repeats) for row in results.rows)
     assert comparable(tmp_path) == comparable(finished)
+    with pytest.raises(TokenMergeError, match="begun with repeats 1, not 0"):
+        evaluate(task(networks, repeats=0), tmp_path, resume=True)
 
 
 def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path) -> None:

@@ -94,12 +94,14 @@ class Folder:
 
 
 def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The settings of an evaluation that goes on: nothing may differ, but networks may come in addition, and commits,
-    since not every one touches what pictures depend on; all are kept."""
+    """The settings of an evaluation that goes on: nothing may differ, but networks and timed batches may come in
+    addition, and commits, since not every one touches what pictures depend on; all are kept."""
     commits = [item["environment"].pop("commit", None) for item in (before, now)]
     told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
+        if name == "repeats" and (old or 0) <= (new or 0):
+            continue
         if isinstance(old, dict) and isinstance(new, dict):
             differing = [key for key in old if old[key] != new.get(key)]
             differing += [key for key in new if key not in old] if name != "networks" else []
