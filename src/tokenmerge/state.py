@@ -136,12 +136,13 @@ class MergeState:
     def _see_place(self, scheduler: Any, timestep: Tensor) -> None:
         """See from where the timestep of a step's first call lies, without reading it, whether the loop still is that
         of the image before."""
-        before, place = self._place, _place_in(scheduler.timesteps, timestep)
+        timesteps = getattr(scheduler, "timesteps", None)
+        before, place = self._place, _place_in(timesteps, timestep)
         if before is not None and place is not None and place < before:
             # Back to an earlier one: an image was broken off, and timesteps had been set for many.
             self.timesteps_set(scheduler)
-        elif before is not None and place is None:
-            following = scheduler.timesteps[before + 1 : before + 2]
+        elif before is not None and place is None and isinstance(timesteps, Tensor):
+            following = timesteps[before + 1 : before + 2]
             if not len(following) or not _same_time(timestep, following):
                 raise _driven_by_another("a call came that is no step of the scheduler that merging follows")
         self._place = place
