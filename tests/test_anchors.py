@@ -422,6 +422,25 @@ def test_gaps_of_8_bits_take_a_quarter_of_fp32_and_stay_near(kind: str, gap: str
     assert found["float8"][0] < 0.1 * (call(merged) - expected).norm()
 
 
+def test_maps_of_every_size_of_a_step_last_until_the_next_anchor() -> None:
+    # As of tiles, more than a group keeps from one image to the next.
+    denoiser, loop = build("sdxl", anchor_every=5, destinations_every=1)
+    (group, *_) = denoiser._tokenmerge.state.groups
+    for image in range(2):
+        loop.set_timesteps()
+        for step in range(5):
+            for width in (16, 20, 24, 28, 32):
+                call(denoiser, width=width)
+            # Anchors are steps 0 and 3, and only four calls of a step have maps that last.
+            assert group.selections == 8 * image + (4 if step < 3 else 8)
+            loop.step()
+    assert len(group._slots) == 5
+    for width in (40, 44, 48):
+        loop.set_timesteps()
+        call(denoiser, width=width)
+    assert len(group._slots) == 4
+
+
 def test_gaps_of_sizes_that_are_gone_are_given_up() -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), **ANCHORED)
     tiny.draw(pipe)

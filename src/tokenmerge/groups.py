@@ -19,8 +19,9 @@ from .ops import backend_for
 from .ops.reference import Rotary
 from .slots import MAX_CALLS, Record, Slot
 
-# Sizes of image whose maps stay allocated.
+# Sizes whose maps stay allocated: from one image to the next, and within one, as of tiles.
 _MAX_SIZES = 4
+_MAX_SIZES_AT_ONCE = 32
 
 
 @dataclass
@@ -110,14 +111,22 @@ class MergeGroup:
         size = (call.batch, self.token_count(call), call.text_tokens, call.dtype, call.device)
         key = (ratio, *size)
         if key not in self._slots:
-            while len(self._slots) >= _MAX_SIZES * len(self._configs):
-                del self._slots[next(iter(self._slots))]
-                self._forget_partitions()
+            self._make_room()
             self._slots[key] = self._allocate(*size, call.rotary_width)
         self.slot = slot = self._slots[key]
+        slot.image = self._clock.image
         with torch.no_grad():
             slot.history.bring_in(turn, slot.tensors)
         return slot
+
+    def _make_room(self) -> None:
+        """Give up the sizes that were used longest ago, those of this image last: its gaps belong to their maps."""
+        for key in sorted(self._slots, key=lambda key: self._slots[key].image):
+            most = _MAX_SIZES_AT_ONCE if self._slots[key].image == self._clock.image else _MAX_SIZES
+            if len(self._slots) < most * len(self._configs):
+                break
+            del self._slots[key]
+        self._forget_partitions()
 
     def _phase(self, record: Record, step: int, *, anchor: bool) -> str:
         if self._method.PER_BLOCK:

@@ -63,6 +63,7 @@ class Slot:
     # fp32 [buckets], where a target chooses the ratio; written by a selection, from the ratio of this slot on.
     coverages: Tensor | None = None
     history: _History = field(default_factory=_History)
+    image: int = -1  # the last one that used it
 
     @property
     def tensors(self) -> list[Tensor]:
