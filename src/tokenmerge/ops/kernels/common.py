@@ -32,6 +32,16 @@ def load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS: tl.c
 
 
 @triton.jit
+def squared_norms(tokens, indices, held, token_n, token_c, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
+    squares = tl.zeros(indices.shape, tl.float32)
+    for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=3):
+        columns = start + tl.arange(0, BLOCK_C)
+        values = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS).to(tl.float32)
+        squares += tl.sum(values * values, 1)
+    return squares
+
+
+@triton.jit
 def add_products(total, one, two):
     """total + one two^T, in fp32."""
     if one.dtype == tl.float32:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from ...grid import split_regions
 from .. import reference
-from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, token_indices
+from .common import (
+    DTYPES,
+    add_products,
+    block_size,
+    finite,
+    inverse_norm,
+    load_tokens,
+    on_device_of,
+    squared_norms,
+    token_indices,
+)
 
 # Similarity in registers, in a scratch buffer of the same launch, or by the library before the launch.
 _REGISTER_SIZE = 128
@@ -120,13 +130,8 @@ def _select_scratch_kernel(
             places = top + tl.arange(0, BLOCK_M)
             held = places < SIZE
             indices = token_indices(order, region * SIZE + places, held)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
-            for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=1):
-                columns = start + tl.arange(0, BLOCK_C)
-                values = load_tokens(
-                    tokens + (first + sample) * token_b, indices, held, columns, token_n, token_c, CHANNELS
-                ).to(tl.float32)
-                squares += tl.sum(values * values, 1)
+            base = tokens + (first + sample) * token_b
+            squares = squared_norms(base, indices, held, token_n, token_c, CHANNELS, BLOCK_C)
             tl.store(factors + sample * factor_b + places, squares, mask=held)
     tl.debug_barrier()
 

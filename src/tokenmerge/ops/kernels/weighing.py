@@ -13,7 +13,17 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Rotary
-from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, token_indices
+from .common import (
+    DTYPES,
+    add_products,
+    block_size,
+    finite,
+    inverse_norm,
+    load_tokens,
+    on_device_of,
+    squared_norms,
+    token_indices,
+)
 from .rotary import gather_rotary, gather_rotary_kernel, is_gathered, table_arguments
 
 # Largest regions of the kernel.
@@ -52,7 +62,6 @@ def _weigh_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A program makes the weights of one region of one sample, BLOCK_N sources at a time. All of them fill the rotary
     tables, if there are any, which samples share.
@@ -84,6 +93,8 @@ def _weigh_kernel(
     wanted = spots < COUNT
     targets = tl.load(destinations + sample * destination_b + region * COUNT + spots, mask=wanted, other=0)
 
+    if COSINE:
+        target_factors = inverse_norm(squared_norms(tokens, targets, wanted, token_n, token_c, CHANNELS, BLOCK_C))
     totals = tl.zeros((BLOCK_K,), tl.float32)
     for first in tl.range(0, SIZE, BLOCK_N, num_stages=1):
         places = first + tl.arange(0, BLOCK_N)
@@ -91,18 +102,16 @@ def _weigh_kernel(
         inside = held[:, None] & wanted[None, :]
         indices = token_indices(order, region * SIZE + places, held)
         pairs = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        source_squares = tl.zeros((BLOCK_N,), tl.float32)
-        target_squares = tl.zeros((BLOCK_K,), tl.float32)
-        for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=STAGES):
+        for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=3):
             columns = start + tl.arange(0, BLOCK_C)
             ours = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
             theirs = load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
             pairs = add_products(pairs, ours, theirs)
-            if COSINE:
-                source_squares += tl.sum(ours.to(tl.float32) * ours.to(tl.float32), 1)
-                target_squares += tl.sum(theirs.to(tl.float32) * theirs.to(tl.float32), 1)
         if COSINE:
-            pairs *= inverse_norm(source_squares)[:, None] * inverse_norm(target_squares)[None, :]
+            # Not of what the products load: Triton 3.6 gives loads that also serve something else a buffer too few, and
+            # products of four warps, which run on their own, would read what the next load overwrites.
+            squares = squared_norms(tokens, indices, held, token_n, token_c, CHANNELS, BLOCK_C)
+            pairs *= inverse_norm(squares)[:, None] * target_factors[None, :]
         else:
             pairs *= shrink
         logits = tl.where(wanted[None, :], finite(pairs) / temperature, -float("inf"))
@@ -186,9 +195,6 @@ def weigh(
             BLOCK_K=block_k,
             BLOCK_C=block_size(channels, 32 if not half else 128 if block_k <= 64 else 64),
             **table_arguments(rotary, regions * count),
-            # Products of four warps run on their own while the loop goes on. Triton 3.6 gives loads that also serve
-            # something else, as norms, a buffer too few for that: the next load would overwrite what a product reads.
-            STAGES=1 if warps >= 4 else 3,
             num_warps=warps,
         )
     return merge, unmerge
