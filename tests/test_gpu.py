@@ -345,15 +345,21 @@ def test_graphs_of_held_steps(build: object, blocks: bool) -> None:
     loop = _Loop(build, torch.float16)
     plain = loop.run()
     tokenmerge.apply(loop.denoiser, scheduler=loop.scheduler, preset="hold", start=0.0, anchor_every=2)
-    launched = loop.run()
-    assert not torch.equal(launched, plain)
+    launched = loop.steps()
+    assert not torch.equal(launched[-1], plain)
+    if blocks:
+        # Some calls that compile run other code than those after them: what is compiled for a block with strides of its
+        # own is for any stride, and then also taken where code for one stride was compiled before. Kernels are chosen
+        # for each code by timing them, and may round differently.
+        tokenmerge.compile(loop.denoiser, graphs=False)
+        loop.run()
+        eager, launched = launched, loop.steps()
+        torch.testing.assert_close(launched, eager, rtol=0, atol=0.02)
     tokenmerge.compile(loop.denoiser, blocks=blocks)
     # Steps 0 to 3 are: anchor, held, anchor, held. In the first run the last two are recorded.
-    first = loop.steps()
-    torch.testing.assert_close(first[-1], launched, rtol=0, atol=0.02 if blocks else 0)
-    for run in range(3):
-        for step, (output, expected) in enumerate(zip(loop.steps(), first, strict=True)):
-            told = f"step {step} of replay {run}: "
+    for run in range(4):
+        for step, (output, expected) in enumerate(zip(loop.steps(), launched, strict=True)):
+            told = f"step {step} of run {run}: "
             torch.testing.assert_close(output, expected, rtol=0, atol=0, msg=lambda reason, told=told: told + reason)
     assert " 2 CUDA graphs so far" in tokenmerge.summary(loop.denoiser).compiled
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
