@@ -67,8 +67,9 @@ def speed_table(names: list[str]) -> str:
             if row.config is None or row.config["method"] == "lower-bound":
                 continue
             sites = {"component": "per component", "block": "once per block", "span": "once per span"}
-            preset = row.record["label"].rpartition(" ")[0]
+            # A label ends with the ratio, but for held blocks, which have none.
             held = row.config["method"] == "hold"
+            preset = row.record["label"] if held else row.record["label"].rpartition(" ")[0]
             told = f"`{preset}`" if held else f"`{preset}`, {sites[row.config['sites']]}"
             if preset in presets() and (skipped := row.config["skip_first"]) != load_preset(preset).skip_first:
                 told += f", `skip_first={skipped}`"

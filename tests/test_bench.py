@@ -84,7 +84,7 @@ def test_without_a_ratio_each_preset_has_its_own() -> None:
     found = bench.candidates_for(tiny.sdxl_unet(), ["default", "todo", "unet"], (), {})
     assert [item.label for item in found] == [
         "unpatched",
-        "default 1",
+        "default",
         "todo 0.75",
         "lower-bound of unet 0.5",
         "unet 0.5",

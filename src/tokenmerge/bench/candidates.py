@@ -58,7 +58,7 @@ def candidates_for(
                     f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
                     "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
                 )
-            label = f"{preset} {config.ratio:g}"
+            label = preset if config.holds else f"{preset} {config.ratio:g}"
             if config.method in ("toma", *SELECTIONS):
                 found[f"lower-bound of {label}"] = Candidate(f"lower-bound of {label}", config.replace(**BOUND))
             found[label] = Candidate(label, config)
