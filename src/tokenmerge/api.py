@@ -21,7 +21,7 @@ from .groups import MergeGroup
 from .hooks import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, leads_cache, runs_as_made
 from .methods import method_for
 from .planning import Plan, plan_model
-from .sites import BlockSite, ComponentSite, EntrySite, HeldSite, Site, Span
+from .sites import BlockSite, ComponentSite, EntrySite, HeldSite, HeldStage, Site, Span
 from .state import RECORD, MergeState, check_levels
 from .tables import table
 
@@ -277,7 +277,10 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             ends = {"first": site.first, "last": site.last}
             remember = partial(state.anchors.add_memory, group, block.width, has_text=ports.outputs is not None)
             place: Site
-            if plan_.config.holds:
+            if plan_.config.sites == "stage":
+                held = held or remember()
+                place = HeldStage(site.name, state, group, ports, memory=held, **ends)
+            elif plan_.config.holds:
                 held = remember(apart=False) if held is None or site.first else held
                 place = HeldSite(site.name, state, group, ports, span=held, alone=remember(apart=True), **ends)
             else:
@@ -328,8 +331,15 @@ class _Observer:
         call = self._family.read(denoiser, args, kwargs)
         if self._state.config.holds:
             # Blocks that run whole or not at all take what merged tokens cannot follow.
-            between = self._family.between_blocks(args, kwargs) or self._installation.is_shared
-            call = call._replace(apart=bool(between) or not all(map(runs_as_made, self._loops)))
+            stages = self._state.config.sites == "stage"
+            between = self._family.between_blocks(args, kwargs, stages=stages)
+            apart = between or self._installation.is_shared or not all(map(runs_as_made, self._loops))
+            if stages and apart:
+                raise TokenMergeError(
+                    f"{between or 'a hook or a forward of others'} acts between the stages of the UNet, which are held "
+                    "all together; use sites='block'"
+                )
+            call = call._replace(apart=bool(apart))
         else:
             self._family.refuse(self._state.config, args, kwargs)
             _check_chunks(self._first_block)

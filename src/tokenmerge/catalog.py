@@ -65,7 +65,8 @@ def default_preset(options: Mapping[str, Any], merging: str) -> str:
     method = options.get("method")
     if method in _NAMESAKES:
         return str(method)
-    return "hold" if _OF_HOLDING.issuperset(options) and options.get("anchor_every") != 0 else merging
+    asked = options.keys() - ({"sites"} if options.get("sites") == "stage" else ())
+    return "hold" if asked <= _OF_HOLDING and options.get("anchor_every") != 0 else merging
 
 
 def load_preset(name: str | Path) -> MergeConfig:

@@ -21,7 +21,7 @@ MERGES = ("mean", "pick")
 UNMERGES = ("transpose", "pinv")
 GAPS = ("last", "linear", "sigma")
 GAP_DTYPES = ("tokens", "float8")
-SITES = ("component", "block", "span")
+SITES = ("component", "block", "span", "stage")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
 # Fields that JSON, YAML and command lines give as lists.
@@ -193,6 +193,10 @@ class MergeConfig:
         _check_types(self)
         if self.holds:
             self._check_hold()
+        elif self.sites == "stage":
+            raise TokenMergeError(
+                f"stages can only be held, and method is {self.method!r}; use method='hold', or sites='block'"
+            )
         elif not 0.0 <= self.ratio < 1.0:
             raise TokenMergeError(
                 f"ratio is {self.ratio}; it is the share of tokens removed and must be in [0, 1), for example 0.5"
@@ -238,7 +242,7 @@ class MergeConfig:
             raise TokenMergeError(f"span is {self.span}; it is a number of blocks, or 0 for as long as possible")
         if self.levels is not None and any(type(level) is not int or level < 1 for level in self.levels):
             raise TokenMergeError(f"levels is {self.levels}; levels are downsampling factors 1, 2, 4, ...")
-        if self.schedule.anchor_every and self.sites != "block":
+        if self.schedule.anchor_every and self.sites not in ("block", "stage"):
             raise TokenMergeError(
                 f"anchor_every is {self.schedule.anchor_every} and needs sites='block', where a block can also run "
                 f"whole; with sites={self.sites!r} use anchor_every=0"
@@ -259,8 +263,17 @@ class MergeConfig:
                 f"ratio is {self.ratio}, and method 'hold' runs no token between anchors, so that its ratio is 1; use "
                 "preset='hold' without a ratio, or method='toma' with one"
             )
-        if self.sites != "block":
-            raise TokenMergeError(f"method 'hold' leaves whole blocks out; sites is {self.sites!r}: use 'block'")
+        if self.sites not in ("block", "stage"):
+            raise TokenMergeError(
+                f"method 'hold' leaves whole blocks out, or a UNet's stages; sites is {self.sites!r}: use 'block' or "
+                "'stage'"
+            )
+        for name in ("span", "levels", "skip_first", "skip_last") if self.sites == "stage" else ():
+            if getattr(self, name) != getattr(MergeConfig, name):
+                raise TokenMergeError(
+                    f"{name} is {getattr(self, name)!r}, and stages are held all together; leave it out, or use "
+                    "sites='block'"
+                )
         if not self.schedule.anchor_every:
             raise TokenMergeError(
                 "method 'hold' holds what blocks changed at anchors, and anchor_every is 0; use anchor_every=2 or more"

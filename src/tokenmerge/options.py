@@ -47,7 +47,7 @@ FIELDS = {
     "gap": f"what is added between anchors: {', '.join(GAPS)}",
     "trust": "share of what a merged block changes that counts between anchors",
     "gap_dtype": f"what anchors keep: {' or '.join(GAP_DTYPES)}",
-    "sites": f"merge once per {', '.join(SITES)}",
+    "sites": f"merge once per {', '.join(SITES[:3])}; hold blocks, or with them all layers: {SITES[3]}",
     "span": "most blocks in a span, or that are held with one gap; 0 is no limit",
     "components": f"of {', '.join(COMPONENTS)}, for --sites component",
     "levels": "of a UNet, by downsampling, as 2,4",

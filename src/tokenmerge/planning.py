@@ -24,7 +24,7 @@ class PlannedSite:
 
     name: str
     block: Block
-    component: str  # a component's name, or "block", or "span"
+    component: str  # a component's name, or "block", "span" or "stage"
     group: str  # whose maps it uses: in a span those of its first block
     depth: float  # share of the model's blocks that run before it
     ratio: float
@@ -141,6 +141,8 @@ class Plan:
             most = "" if self.config.coverage is None else f" at ratio {self.config.ratio:g}, the most that is removed"
             spent = "" if self.config.holds else f" and spends {self.spent:.1%}"
             lines[-1] += f"{spent}{most}.{_exceptions(self.config)}"
+            if self.config.sites == "stage":
+                lines[-1] += " All other layers of the stages are held with them, and not counted."
             if self.merged_sites and self.saved <= self.spent:
                 more = " or anchor_every" if self.config.schedule.anchor_every else ""
                 lines.append(f"By this count the model would be slower merged than unmerged; raise the ratio{more}.")
@@ -151,7 +153,8 @@ class Plan:
 
     def _headline(self) -> str:
         how = {"component": "once per component", "block": "once per block", "span": "once per span of blocks"}
-        counts = f"{len(self.merged_sites)} of {len(self.sites)} sites"
+        places = "stages" if self.config.sites == "stage" else "sites"
+        counts = f"{len(self.merged_sites)} of {len(self.sites)} {places}"
         if self.config.holds:
             return f"hold, {counts}"
         ratios = ", ".join(f"{ratio:g}" for ratio in self.config.ratios)
@@ -199,6 +202,9 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
             "change levels, components, skip_first or skip_last"
         )
     groups = () if call is None else tuple(_planned_groups(blocks, sites, parts, config, call))
+    if config.sites == "stage":
+        # With the transformer blocks in them, by which work is counted.
+        sites = _stage_sites(denoiser, family, config)
     return Plan(type(denoiser).__name__, family.name, config, tuple(sites), groups)
 
 
@@ -332,6 +338,21 @@ def _block_sites(
         group = _group(block, depth, parts, config) if reason or config.holds else leader
         ratio = _ratio(block, parts, config)
         sites.append(PlannedSite(block.name, block, config.sites, group, depth, ratio, None, reason, starts, ends))
+    return sites
+
+
+def _stage_sites(denoiser: nn.Module, family: Family, config: MergeConfig) -> list[PlannedSite]:
+    if family.stages is None:
+        raise TokenMergeError(
+            f"sites='stage' holds the stages of a UNet, and {type(denoiser).__name__} has none; use sites='block', "
+            "which holds all its blocks"
+        )
+    stages = family.stages(denoiser)
+    sites = []
+    for place, stage in enumerate(stages):
+        ends = {"first": place == 0, "last": place == len(stages) - 1}
+        depth = place / len(stages)
+        sites.append(PlannedSite(stage.name, stage, config.sites, stage.group, depth, config.ratio, None, "", **ends))
     return sites
 
 

@@ -3,7 +3,7 @@
 A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
 the paper's form. A block site merges what enters one block, or a span of blocks, and unmerges only the change the block
 made, so that the residual stream stays exact. Where a method matches the tokens that enter a block, an entry site does
-that for the block's component sites. A held site leaves its block out between anchors.
+that for the block's component sites. A held site leaves its block out between anchors, a held stage all layers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Ports:
 
 
 class Site(ABC):
-    """What both kinds of site share: the group's maps, and how to put merged tokens into a call."""
+    """What all kinds of site share: the group's maps, and how to put merged tokens into a call."""
 
     original: Callable[..., Any]  # the forward it stands in for
 
@@ -310,6 +310,50 @@ class HeldSite(Site):
         (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
         change = None if text is None or text_out is None else _clipped(text_out.detach() - text)
         gap.keep(_clipped(image.detach() - tokens), change)
+
+
+class HeldStage(Site):
+    """A stage of a UNet, with all its layers, that runs at anchors alone. Between them the last stage gives out what
+    entered the first, changed as all of them did at the last anchors; what the others give out is not read."""
+
+    def __init__(self, *arguments: Any, memory: GapMemory, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory = memory
+        self.skips: int | None = None  # of a stage that also gives out what skip connections take: how many
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        gap = self.memory.current
+        if self.idle or gap is None:
+            return self.original(*args, **kwargs)
+        features = self.ports.tokens.read(args, kwargs)
+        if self.first:
+            self.memory.entered = features.detach(), None
+        if self.state.mode == "anchor":
+            output = self.original(*args, **kwargs)
+            self.skips = len(output[1]) if isinstance(output, tuple) else None
+            if self.last:
+                self.remember(gap, output.detach())
+            return output
+        if self.last:
+            entered = self.entered()
+            return _clipped(entered + gap.image_now().view(entered.shape))
+        # As many as always, of a shape that whatever a ControlNet adds goes with.
+        nothing = features.new_empty(())
+        return nothing if self.skips is None else (nothing, (nothing,) * self.skips)
+
+    def remember(self, gap: Gap, features: Tensor) -> None:
+        """Keep what all stages have changed, [B, C, H, W], in the order it has."""
+        change = _clipped(features - self.entered())
+        # There is no map to make; this says that the anchor has run.
+        self.refresh(features.flatten(2).transpose(1, 2), [])
+        gap.keep(change.reshape(gap.image.values.shape), None)
+
+    def entered(self) -> Tensor:
+        """What entered the first stage in this call."""
+        if self.memory.entered is None:
+            raise TokenMergeError(f"{self.name!r} ran without the first of the stages that are held; use sites='block'")
+        (features, _), self.memory.entered = self.memory.entered, None
+        return features
 
 
 def _clipped(tokens: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class Family:
     example: Callable[[Any, int, int, int], dict[str, Any]]  # random arguments for a batch of height x width latents
     shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
     span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
+    stages: Callable[[Any], list[Block]] | None = None  # all between its first and last layer, in the order they run
+    stage_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between stages
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
     attention_kwargs: Argument = Argument("joint_attention_kwargs", 7)
 
@@ -90,9 +92,10 @@ class Family:
         if between and config.sites == "span":
             raise TokenMergeError(f"{between} acts between blocks, where a span has merged tokens; use sites='block'")
 
-    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """An argument of a denoiser call that acts between blocks, if there is one."""
-        given = (item.name for item in self.span_breakers if item.read(args, kwargs) is not None)
+    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, stages: bool = False) -> str:
+        """An argument of a denoiser call that acts between blocks, or between stages, if there is one."""
+        breakers = self.stage_breakers if stages else self.span_breakers
+        given = (item.name for item in breakers if item.read(args, kwargs) is not None)
         return next(given, "")
 
 

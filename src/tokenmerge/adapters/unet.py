@@ -23,6 +23,8 @@ _BLOCK = BlockKind(
     keys_values("attn1"),
 )
 
+_STAGE = BlockKind(Ports(), {})
+
 _SAMPLE = Argument("sample", 0)
 _TIMESTEP = Argument("timestep", 1)
 # Of CLIP.
@@ -37,6 +39,12 @@ def _blocks(unet: UNet2DConditionModel) -> list[Block]:
                 line = name.rpartition(".")[0]
                 found.append(Block(name, module, _BLOCK, f"level-{2**level}", level, line, module.dim))
     return found
+
+
+def _held_stages(unet: UNet2DConditionModel) -> list[Block]:
+    """With all their layers. What enters the first and what leaves the last have the same shape."""
+    width = unet.config.block_out_channels[0]
+    return [Block(name, unet.get_submodule(name), _STAGE, "stages", width=width) for name, _ in _stages(unet)]
 
 
 def _stages(unet: UNet2DConditionModel) -> list[tuple[str, int]]:
@@ -88,6 +96,9 @@ FAMILY = Family(
     # Whatever their decoder is, the pipelines refuse other sides than multiples of 8.
     unit=lambda unet, scale: math.lcm(8, scale),
     example=_example,
+    stages=_held_stages,
+    # Of T2I-Adapters. What a ControlNet adds is held with the stages that take it.
+    stage_breakers=(Argument("down_intrablock_additional_residuals", 10),),
     masks=(Argument("attention_mask", 5),),
     attention_kwargs=Argument("cross_attention_kwargs", 6),
 )

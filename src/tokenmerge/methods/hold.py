@@ -19,7 +19,7 @@ from .base import Given, LinearMethod
 class Hold(LinearMethod):
     """Its map has no destinations. Renewing it, at each anchor alike, says that one has run."""
 
-    SITES = ("block",)
+    SITES = ("block", "stage")
 
     def settle(self, config: MergeConfig) -> MergeConfig:
         schedule = dataclasses.replace(config.schedule, destinations_every=1)
