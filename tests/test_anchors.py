@@ -24,7 +24,12 @@ from traces import attributes, same
 KINDS = ["sdxl", "sd3", "flux"]
 ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, "anchor_every": 3}
 HELD: dict[str, Any] = {"preset": "hold", "start": 0.0}
-WAYS = [pytest.param({}, id="anchored"), pytest.param(HELD, id="held")]
+STAGES: dict[str, Any] = {**HELD, "sites": "stage"}
+CASES = [
+    *(pytest.param(kind, {}, id=f"anchored-{kind}") for kind in KINDS),
+    *(pytest.param(kind, HELD, id=f"held-{kind}") for kind in KINDS),
+    pytest.param("sdxl", STAGES, id="stages-sdxl"),
+]
 
 
 class Loop:
@@ -223,11 +228,11 @@ def test_held_blocks_leave_room_for_what_acts_between_them(kind: str, more: dict
     assert tokenmerge.summary(denoiser).steps == {"anchor": 1, "merged": 2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_held_anchor_is_exact_and_makes_the_same_input_exact(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "way"), [*((kind, HELD) for kind in KINDS), ("sdxl", STAGES)])
+def test_a_held_anchor_is_exact_and_makes_the_same_input_exact(kind: str, way: dict[str, Any]) -> None:
     plain, _ = build(kind)
     expected = call(plain)
-    denoiser, loop = build(kind, **HELD, anchor_every=5)
+    denoiser, loop = build(kind, **way, anchor_every=5)
     loop.set_timesteps()
     assert torch.equal(call(denoiser), expected)
     loop.step()
@@ -236,8 +241,7 @@ def test_a_held_anchor_is_exact_and_makes_the_same_input_exact(kind: str) -> Non
     assert torch.equal(call(denoiser), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_every_call_of_a_step_has_gaps_of_its_own(kind: str, way: dict[str, Any]) -> None:
     plain, _ = build(kind)
     scales = (1.0, 0.3, 2.0)
@@ -250,8 +254,7 @@ def test_every_call_of_a_step_has_gaps_of_its_own(kind: str, way: dict[str, Any]
         loop.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_calls_of_a_step_may_differ_in_size(kind: str, way: dict[str, Any]) -> None:
     """Skip-layer guidance calls with the whole batch and then with half of it."""
     plain, _ = build(kind)
@@ -276,8 +279,7 @@ def test_a_broken_picture_does_not_break_the_next() -> None:
     assert torch.equal(again, good)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize(("kind", "options"), CASES)
 def test_an_anchor_that_fails_does_not_count(kind: str, options: dict[str, Any]) -> None:
     """As one that ran out of memory, when its step is tried again."""
     plain, _ = build(kind)
@@ -290,7 +292,7 @@ def test_an_anchor_that_fails_does_not_count(kind: str, options: dict[str, Any])
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    failing = next(iter(last.children())).register_forward_pre_hook(fail)
+    failing = next(leaf for leaf in last.modules() if not [*leaf.children()]).register_forward_pre_hook(fail)
     with pytest.raises(MemoryError):
         call(denoiser)
     failing.remove()
@@ -372,17 +374,17 @@ def test_maps_change_at_anchors_alone() -> None:
         assert (group["selected"], group["weighed"]) == (2, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", [pytest.param(ANCHORED, id="anchored"), pytest.param(HELD, id="held")])
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_anchors_bring_the_picture_back_and_leave_no_trace(kind: str, way: dict[str, Any]) -> None:
     pipe = tiny.build(kind)
     original, before = tiny.draw(pipe, steps=9), attributes(pipe)
     errors = []
-    for options in ({**ANCHORED, "anchor_every": 0}, way):
+    for options in ({**ANCHORED, "anchor_every": 0}, way or ANCHORED):
         merged = tiny.draw(tokenmerge.apply(pipe, **options), steps=9)
         errors.append((merged - original).abs().mean())
         assert torch.equal(tiny.draw(pipe, steps=9), merged)
-    assert 0 < errors[1] < errors[0]
+    # How far a whole UNet may be held, random weights do not say.
+    assert 0 < errors[1] < (errors[0] if way is not STAGES else float("inf"))
     tokenmerge.remove(pipe)
     after = attributes(pipe)
     # Every image gives the scheduler timesteps of its own.
@@ -390,8 +392,7 @@ def test_anchors_bring_the_picture_back_and_leave_no_trace(kind: str, way: dict[
     assert torch.equal(tiny.draw(pipe, steps=9), original)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_other_sizes_and_batches(kind: str, way: dict[str, Any]) -> None:
     plain, _ = build(kind)
     denoiser, loop = build(kind, **way, anchor_every=3)
@@ -470,11 +471,10 @@ def test_the_memory_of_gaps_is_told_and_does_not_grow() -> None:
     assert "MiB of gaps" in str(tokenmerge.summary(pipe))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [ANCHORED, {**ANCHORED, "trust": 0.5}, HELD], ids=["anchored", "trust", "held"])
+@pytest.mark.parametrize(("kind", "options"), [*CASES, *((kind, {**ANCHORED, "trust": 0.5}) for kind in KINDS)])
 def test_no_graph_is_added_after_the_first_image(kind: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    pipe = tokenmerge.apply(tiny.build(kind), **options)
+    pipe = tokenmerge.apply(tiny.build(kind), **(options or ANCHORED))
     eager = tiny.draw(pipe, steps=8)
     counter = CompileCounterWithBackend("aot_eager")
     denoiser = denoiser_of(pipe)
@@ -511,7 +511,11 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
     [
         ({"ratio": 0.5}, "its ratio is 1; use preset='hold'"),
         ({"anchor_every": 0}, "use anchor_every=2"),
-        ({"sites": "component"}, "use 'block'"),
+        ({"sites": "component"}, "use 'block' or 'stage'"),
+        ({"sites": "stage", "levels": (2,)}, "held all together"),
+        ({"sites": "stage", "span": 2}, "held all together"),
+        ({"sites": "stage", "skip_first": 1}, "held all together"),
+        ({"sites": "stage", "method": "toma", "ratio": 0.5}, "stages can only be held"),
         ({"step_ratios": (0.25, 0.5)}, "step_ratios was given"),
         ({"block_ratios": (0.25, 0.5)}, "block_ratios was given"),
     ],
@@ -519,6 +523,99 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_held_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(tokenmerge.TokenMergeError, match=message):
         tokenmerge.apply(tiny.build("sdxl"), preset="hold", **options)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (18, 14)])
+def test_held_stages_do_not_run_and_change_features_as_at_the_anchor(size: tuple[int, int]) -> None:
+    denoiser, loop = build("sdxl", **STAGES, gap="last", anchor_every=5)
+    ran: list[str] = []
+    inner = {name for name, _ in denoiser.named_modules() if name.startswith(("down_blocks", "mid_block", "up_blocks"))}
+    for name, module in denoiser.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    entered, left = [], []
+    denoiser.conv_in.register_forward_hook(lambda *_: entered.append(_[-1]))
+    denoiser.conv_norm_out.register_forward_pre_hook(lambda _, given: left.append(given[0]))
+    loop.set_timesteps()
+    call(denoiser, 1.0, *size)
+    assert inner & {*ran}
+    ran.clear()
+    for _ in range(2):
+        loop.step()
+        call(denoiser, 0.5, *size)
+    assert not inner & {*ran}
+    assert {"conv_in", "conv_out"} <= {*ran}
+    torch.testing.assert_close(left[1], entered[1] + (left[0] - entered[0]), rtol=1e-4, atol=1e-5)
+    told = tokenmerge.summary(denoiser)
+    assert told.steps == {"anchor": 1, "merged": 2}
+    assert "stages" in str(told)
+    # One fp32 gap of what enters the first stage.
+    assert told.gap_bytes == entered[0].numel() * 4
+
+
+def test_held_stages_take_what_a_controlnet_adds() -> None:
+    plain, _ = build("sdxl")
+    shapes: list[torch.Size] = []
+    handles = [plain.conv_in.register_forward_hook(lambda _module, _args, output: shapes.append(output.shape))]
+    for stage in plain.down_blocks:
+        add = lambda _module, _args, output: shapes.extend(each.shape for each in output[1])  # noqa: E731
+        handles.append(stage.register_forward_hook(add))
+    without = call(plain)
+    for handle in handles:
+        handle.remove()
+    *down, mid = (torch.linspace(-0.5, 0.5, shape.numel()).view(shape) for shape in (*shapes, shapes[-1]))
+    more = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+    expected = call(plain, **more)
+    assert (expected - without).abs().max() > 1e-3
+    denoiser, loop = build("sdxl", **STAGES, anchor_every=5)
+    loop.set_timesteps()
+    for _ in range(3):
+        torch.testing.assert_close(call(denoiser, **more), expected, rtol=1e-4, atol=1e-5)
+        loop.step()
+    assert tokenmerge.summary(denoiser).steps == {"anchor": 1, "merged": 2}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tiny.KINDS if kind.partition("-")[0] in ("sd", "sdxl")])
+def test_stages_are_held_in_every_pipeline_of_unets(kind: str) -> None:
+    pipe = tiny.build(kind)
+    whole = tiny.draw(pipe, steps=8)
+    pipe.unet.enable_freeu(0.9, 0.2, 1.1, 1.2)
+    held = tiny.draw(tokenmerge.apply(pipe, sites="stage", start=0.0), steps=8)
+    assert held.isfinite().all()
+    assert not torch.equal(held, whole)
+    assert tokenmerge.summary(pipe).steps["merged"] > 0
+    pipe.unet.disable_freeu()
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, steps=8), whole)
+
+
+def test_what_acts_between_stages_is_refused() -> None:
+    denoiser, loop = build("sdxl", **STAGES)
+    loop.set_timesteps()
+    residuals = [torch.zeros(2, width, 8, 8) for width in denoiser.config.block_out_channels]
+    with pytest.raises(
+        tokenmerge.TokenMergeError, match="down_intrablock_additional_residuals acts between the stages"
+    ):
+        call(denoiser, down_intrablock_additional_residuals=residuals)
+    by_hook(denoiser, denoiser.mid_block)
+    with pytest.raises(tokenmerge.TokenMergeError, match=r"a hook or a forward of others acts .* use sites='block'"):
+        call(denoiser)
+
+
+@pytest.mark.parametrize("kind", ["sd3", "flux"])
+def test_models_without_stages_are_refused(kind: str) -> None:
+    pipe = tiny.build(kind)
+    with pytest.raises(tokenmerge.TokenMergeError, match="has none; use sites='block'"):
+        tokenmerge.apply(pipe, sites="stage")
+    assert tokenmerge.summary(pipe).plan is None
+
+
+def test_a_plan_of_held_stages_counts_their_transformer_blocks() -> None:
+    pipe = tiny.build("sdxl")
+    blocks, stages = (tokenmerge.plan(pipe, height=128, width=128, **more) for more in ({}, {"sites": "stage"}))
+    assert stages.saved == blocks.saved > 0
+    assert "not counted" in str(stages)
+    assert stages.merged_sites[0].name == "down_blocks.0"
 
 
 def test_weights_that_come_with_blocks_that_run_are_refused_for_held_ones() -> None:
@@ -546,8 +643,7 @@ def test_sigmas_of_a_scheduler_that_has_none_are_refused() -> None:
     assert tiny.draw(euler).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), CASES)
 def test_an_anchor_that_failed_is_made_again(kind: str, way: dict[str, Any]) -> None:
     results = []
     for fails in (False, True):

@@ -338,13 +338,13 @@ def test_graphs_of_anchored_steps(build: object, option: dict[str, object]) -> N
     assert "cannot" not in tokenmerge.summary(loop.denoiser).compiled
 
 
-@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize(("build", "sites"), [(_unet, "block"), (_unet, "stage"), (_sd3, "block"), (_flux, "block")])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_graphs_of_held_steps(build: object, blocks: bool) -> None:
+def test_graphs_of_held_steps(build: object, sites: str, blocks: bool) -> None:
     torch._dynamo.reset()
     loop = _Loop(build, torch.float16)
     plain = loop.run()
-    tokenmerge.apply(loop.denoiser, scheduler=loop.scheduler, preset="hold", start=0.0, anchor_every=2)
+    tokenmerge.apply(loop.denoiser, scheduler=loop.scheduler, preset="hold", sites=sites, start=0.0, anchor_every=2)
     launched = loop.steps()
     assert not torch.equal(launched[-1], plain)
     if blocks:
