@@ -36,7 +36,16 @@ from tokenmerge.tuning.goal import Budget, Point, SpeedUp, read_goal
 from tokenmerge.tuning.halving import front, layers, rung_sizes, survivors
 from tokenmerge.tuning.samples import shares
 from tokenmerge.tuning.search import Search, tune
-from tokenmerge.tuning.space import AXES, FIXED, HELD_AXES, HELD_FIXED, draw_candidates, fits_regions
+from tokenmerge.tuning.space import (
+    AXES,
+    FIXED,
+    HELD_AXES,
+    HELD_FIXED,
+    STAGE_AXES,
+    STAGE_FIXED,
+    draw_candidates,
+    fits_regions,
+)
 
 MSE = BY_NAME["mse"]
 FAMILIES = {"dit-anchored": "tiny-flux", "unet-anchored": "tiny-sdxl"}
@@ -107,13 +116,16 @@ def test_candidates_are_different_and_repeat_by_their_seed(preset: str) -> None:
 @pytest.mark.parametrize(("preset", "model"), FAMILIES.items())
 def test_models_take_every_candidate(preset: str, model: str) -> None:
     denoiser, scale = empty_denoiser(model)
-    for candidate in draw_candidates(preset, 40, seed=0):
+    for candidate in draw_candidates(preset, 40, seed=0, stages=preset == "unet-anchored"):
         plan = tokenmerge.plan(denoiser, candidate.config, height=256, width=256, vae_scale_factor=scale)
         assert any(not site.skipped for site in plan.sites)
 
 
-def test_no_candidate_is_without_meaning() -> None:
-    configs = [item.config for item in draw_candidates("dit-anchored", 400, seed=1)]
+@pytest.mark.parametrize(("preset", "stages"), [("dit-anchored", False), ("unet-anchored", True)])
+def test_no_candidate_is_without_meaning(preset: str, stages: bool) -> None:
+    configs = [item.config for item in draw_candidates(preset, 400, seed=1, stages=stages)]
+    fixed = [load_preset("hold").replace(**changes) for changes in STAGE_FIXED]
+    assert [config for config in configs if config.sites == "stage"][: len(fixed)] == (fixed if stages else [])
     for config in configs:
         assert config.gap == "last" or config.schedule.anchor_every
         assert (config.unmerge == "pinv") == (config.temperature > 0.01)
@@ -121,9 +133,9 @@ def test_no_candidate_is_without_meaning() -> None:
         if config.regions == "tile:2x2":
             assert all((4 * ratio).is_integer() for ratio in config.ratios)
     # Of 400 every entry of every axis is drawn.
-    for axes, holds in ((AXES, False), (HELD_AXES, True)):
-        drawn = [config for config in configs if config.holds == holds]
-        for axis in axes.values():
+    for axes, holds, sites in ((AXES, False, "block"), (HELD_AXES, True, "block"), (STAGE_AXES, True, "stage")):
+        drawn = [config for config in configs if (config.holds, config.sites) == (holds, sites)]
+        for axis in axes.values() if drawn else ():
             for changes in axis:
                 assert any(config.replace(**changes) == config for config in drawn), changes
 

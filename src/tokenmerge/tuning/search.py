@@ -84,10 +84,11 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     check_plots()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
-    merging = family_of(empty_denoiser(search.model)[0]).merging
+    family = family_of(empty_denoiser(search.model)[0])
     # What writes the preset in the end must be there.
-    load_preset(merging).to_yaml()
-    configurations = list(draw_candidates(merging, search.candidates, search.seed))
+    load_preset(family.merging).to_yaml()
+    stages = family.stages is not None
+    configurations = list(draw_candidates(family.merging, search.candidates, search.seed, stages=stages))
     sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))

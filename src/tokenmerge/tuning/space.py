@@ -54,6 +54,8 @@ HELD_AXES: dict[str, tuple[Changes, ...]] = {
     "start": _STARTS,
     "skip_first": _SKIPS,
 }
+# And for stages of a UNet that do not.
+STAGE_AXES: dict[str, tuple[Changes, ...]] = {**HELD_AXES, "skip_first": ({"sites": "stage"},)}
 # Always among the candidates: what a user would try first.
 FIXED: tuple[Changes, ...] = (
     *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75)),
@@ -61,16 +63,21 @@ FIXED: tuple[Changes, ...] = (
     {"ratio": 0.5, **_EVEN, "anchor_every": 0, "gap": "last", "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
 )
 HELD_FIXED: tuple[Changes, ...] = ({"anchor_every": 3}, {"anchor_every": 5})
+STAGE_FIXED: tuple[Changes, ...] = ({"sites": "stage"},)
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000
 
 
-def draw_candidates(merging: str, count: int, seed: int) -> tuple[Configuration, ...]:
-    """`count` different candidates: the fixed ones, then ones drawn from either kind of axes by a generator of its own.
+def draw_candidates(merging: str, count: int, seed: int, *, stages: bool = False) -> tuple[Configuration, ...]:
+    """`count` different candidates: the fixed ones, then ones drawn from any kind of axes by a generator of its own.
 
-    merging: the preset of the model's family, which like "hold" gives all fields that no axis has.
+    merging: the preset of the model's family, which like "hold" gives all fields that no axis has. stages: whether the
+    family has some.
     """
-    fixed = [*((merging, changes) for changes in FIXED), *((_HOLD, changes) for changes in HELD_FIXED)]
+    kinds = [(merging, FIXED, AXES), (_HOLD, HELD_FIXED, HELD_AXES)]
+    if stages:
+        kinds.append((_HOLD, STAGE_FIXED, STAGE_AXES))
+    fixed = [(preset, changes) for preset, listed, _ in kinds for changes in listed]
     if not len(fixed) <= count <= MOST:
         raise TokenMergeError(
             f"--candidates is {count}; it must be {len(fixed)}, which are always tried, to {MOST} or less"
@@ -78,7 +85,7 @@ def draw_candidates(merging: str, count: int, seed: int) -> tuple[Configuration,
     found = {load_preset(preset).replace(**changes): preset for preset, changes in fixed}
     generator = Random(seed)
     while len(found) < count:
-        preset, axes = generator.choice(((merging, AXES), (_HOLD, HELD_AXES)))
+        preset, _, axes = generator.choice(kinds)
         drawn: dict[str, Any] = {}
         for axis in axes.values():
             drawn |= generator.choice(axis)
