@@ -448,6 +448,23 @@ def test_an_image_after_one_that_was_broken_off_begins_anew(way: dict[str, Any])
     assert torch.equal(drawn[0], drawn[2])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("ran", [1, 2, 5])
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_image_that_was_broken_off_leaves_no_steps_behind(listed: bool, ran: int) -> None:
+    unet, scheduler = tiny.build("sdxl").unet, tiny.ddim()
+    tokenmerge.apply(unet, scheduler=scheduler, start=0.5)
+    scheduler.set_timesteps(6)
+    # Going through a tensor makes new ones, and a list may be gone through again.
+    timesteps = list(scheduler.timesteps) if listed else scheduler.timesteps
+    for until in (ran, ran, 6):
+        for timestep in timesteps[:until]:
+            noise = unet(**unet_inputs(timestep)).sample
+            scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+        assert sum(tokenmerge.summary(unet).steps.values()) == until
+    assert tokenmerge.summary(unet).steps == {"full": 3, "anchor": 2, "merged": 1}
+
+
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_another_scheduler_after_an_image_that_was_broken_off_is_refused(kind: str, steps: int) -> None:

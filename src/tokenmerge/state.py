@@ -138,9 +138,12 @@ class MergeState:
         of the image before."""
         timesteps = getattr(scheduler, "timesteps", None)
         before, place = self._place, _place_in(timesteps, timestep)
-        if before is not None and place is not None and place < before:
-            # Back to an earlier one: an image was broken off, and timesteps had been set for many.
+        if before is not None and place is not None and place <= before:
+            # Back to an earlier one, or to that of the step before: an image was broken off, and timesteps had been
+            # set for many. Past its first step, parts of one that take turns look alike, and are still refused.
+            turns = self._stepped if place == before and self.clock.step > 1 else None
             self.timesteps_set(scheduler)
+            self._stepped = turns
         elif before is not None and place is None and isinstance(timesteps, Tensor):
             following = timesteps[before + 1 : before + 2]
             if not len(following) or not _same_time(timestep, following):
