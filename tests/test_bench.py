@@ -80,6 +80,16 @@ def test_held_blocks_come_once_whatever_ratios_are_asked_for(presets: list[str],
     assert held == tokenmerge.presets()["hold"]
 
 
+@pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
+def test_ratios_of_parts_come_once_whatever_ratios_are_asked_for(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(tokenmerge.presets()["pool"].replace(**{name: (0.25, 0.75)}).to_yaml())
+    found = bench.candidates_for(tiny.sdxl_unet(), [str(path), "todo"], (0.5, 0.75), {})
+    assert [item.label for item in found] == ["unpatched", f"{path} 0.25/0.75", "todo 0.5", "todo 0.75"]
+    found = bench.candidates_for(tiny.sdxl_unet(), ["default"], (0.5, 0.75), {name: (0.25, 0.75)})
+    assert [item.label for item in found[1:]] == ["lower-bound of default 0.25/0.75", "default 0.25/0.75"]
+
+
 def test_without_a_ratio_each_preset_has_its_own() -> None:
     found = bench.candidates_for(tiny.sdxl_unet(), ["default", "todo", "unet"], (), {})
     assert [item.label for item in found] == [

@@ -538,6 +538,17 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
 
 
+@pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
+def test_ratios_of_parts_are_not_swept(name: str) -> None:
+    typed = [f"default:{name}=0.25,0.75", "unet"]
+    _, parts, *swept = read_configurations(typed, (0.5, 0.75), "dit")
+    assert (parts.label, parts.knobs) == (typed[0], (0.25, 0.75))
+    assert [item.knobs for item in swept] == [(0.5,), (0.75,)]
+    assert plots._removed(Row(parts, {}, {}, {})) == 0.5
+    with pytest.raises(TokenMergeError, match=f"ratio is 0.25, and {name} gives other ratios"):
+        read_configurations([f"{typed[0]},ratio=0.25"], None, "dit")
+
+
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
 def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
     """The files that `tokenmerge eval @FILE` is to be run with."""

@@ -306,6 +306,11 @@ class MergeConfig:
         return self.buckets[reached[-1] if reached else max(0, place - 1)]
 
     @property
+    def part_ratios(self) -> str | None:
+        """The field that gives ratios for parts, in place of `ratio`, if one does."""
+        return next((name for name in ("step_ratios", "block_ratios") if getattr(self, name) is not None), None)
+
+    @property
     def ratios(self) -> tuple[float, ...]:
         """Every ratio that some step or block may have."""
         return self.step_ratios or self.block_ratios or self.buckets
@@ -341,6 +346,11 @@ class MergeConfig:
     def changed(self, **options: Any) -> MergeConfig:
         """The same for options that somebody gave: one that would be without effect is refused."""
         config = self.replace(**options)
+        parts = config.part_ratios
+        if parts is not None and options.get("ratio", self.ratio) != self.ratio:
+            raise TokenMergeError(
+                f"ratio is {config.ratio:g}, and {parts} gives other ratios for all parts; leave one of both out"
+            )
         anchors = (config.schedule.anchor_every > 0, "anchors, as anchor_every=5 gives")
         for name, (counts, where) in {
             "components": (config.sites == "component", "sites='component' and anchor_every=0"),
