@@ -51,7 +51,7 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
-    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged
+    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged, skipped
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -355,7 +355,7 @@ def token_counts(pipe: Any) -> str:
 
 
 def step_modes(pipe: Any) -> dict[str, int]:
-    """How many steps of the last image were full, anchors or merged; nothing of a model without merging."""
+    """How many steps of the last image were full, anchors, merged or skipped; nothing of a model without merging."""
     return api.summary(pipe).steps
 
 
