@@ -280,6 +280,9 @@ def _check(pipe: Any, request: Request, variants: Sequence[Variant], device: tor
     steps = min(TRIAL_STEPS, request.steps)
     pipe.set_progress_bar_config(desc=f"{'trial':>12}", leave=False)
     for variant in variants:
+        if variant.config:
+            # What regions there are is known with the size.
+            api.plan(pipe, variant.config, height=request.height, width=request.width)
         with api.applied(pipe, variant.config) if variant.config else nullcontext():
             if variant.cache:
                 try_cache(pipe, variant.cache, partial(draw, pipe, request, request.seeds[:1], steps, device), steps)
