@@ -145,7 +145,11 @@ def plan(
     scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
     if min(height, width) < scale:
         raise TokenMergeError(f"{height}x{width} pixels are less than one {scale}-pixel latent; give a larger size")
-    return plan_model(denoiser, family, config, family.plan_call(denoiser, height // scale, width // scale))
+    call = family.plan_call(denoiser, height // scale, width // scale)
+    if min(call.height, call.width) < 1:
+        side = family.unit(denoiser, scale)
+        raise TokenMergeError(f"{height}x{width} pixels are less than one token of {side}x{side}; give a larger size")
+    return plan_model(denoiser, family, config, call)
 
 
 def summary(model: Any) -> Summary:
