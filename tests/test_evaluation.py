@@ -287,6 +287,23 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
     assert comparable(finished) == before
 
 
+def test_metrics_that_were_measured_before_are_kept(networks: Path, tmp_path: Path) -> None:
+    small = replace(task(networks, seeds=(0,), repeats=0), prompts=PROMPTS[:2])
+    for metrics in (("mse", "ssim"), ("psnr",)):
+        results = evaluate(replace(small, metrics=metrics), tmp_path / "pairs", resume=True)
+        assert results is not None
+        assert [metric.name for metric in results.metrics] == list(metrics)
+    for path in tmp_path.glob("pairs/values/*/*.json"):
+        assert list(json.loads(path.read_text())) == ([] if path.parent.name == "none" else ["mse", "psnr", "ssim"])
+    for name in ("kid", "fid"):
+        results = evaluate(replace(small, metrics=(name,)), tmp_path / "sets", resume=True)
+        assert results is not None
+        assert [metric.name for metric in results.metrics] == [name]
+    kept = list(tmp_path.glob("sets/sets/*.json"))
+    assert len(kept) == len(CONFIGURATIONS)
+    assert all(list(json.loads(path.read_text())) == ["fid", "kid"] for path in kept)
+
+
 def test_a_commit_is_that_of_this_code_and_not_of_what_lies_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
