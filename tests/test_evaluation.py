@@ -950,6 +950,14 @@ def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
     assert "takes the pictures of a prompt together" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("threads", ["0", "-1"])
+def test_threads_that_cannot_be_are_refused(
+    pairs: tuple[Path, Path], threads: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["metrics", *map(str, pairs), "--metrics", "mse", "--threads", threads]) == 2
+    assert f"--threads is {threads}; it must be 1 or more" in capsys.readouterr().err
+
+
 def test_equal_folders_are_infinitely_like_each_other(
     pairs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
+from .options import check_counts
 from .pictures import Panel, check_picture_file, difference, overlay_map, save_picture, strip, to_tensor
 from .quality import compare
 from .tables import table
@@ -144,9 +145,7 @@ def make_picture(
     """Load a model, make the pictures, write the comparison. cache: of all pictures but the originals."""
     path = Path(out) if out else Path(f"{slug(prompt)}-{seed}.png")
     check_picture_file(path)
-    for name, value in (("steps", steps), ("number", number)):
-        if value is not None and value < 1:
-            raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
+    check_counts(steps=steps, number=number)
     changes = dict(changes or {})
     single = changes.pop("ratio", None)
     if ratios and single is not None:

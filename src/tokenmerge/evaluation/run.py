@@ -26,6 +26,7 @@ from ..config import TokenMergeError
 from ..files import digest_of, write_text
 from ..generate import Request, best_device, check_seeds, draw, picture_size, step_modes, token_counts
 from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
+from ..options import check_counts
 from ..pictures import save_picture
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
@@ -65,11 +66,8 @@ class Task:
     tell_refused: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("repeats", 0), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
-        if self.steps is not None and self.steps < 1:
-            raise TokenMergeError(f"--steps is {self.steps}; it must be 1 or more")
+        check_counts(batch=self.batch, threads=self.threads, steps=self.steps)
+        check_counts(0, repeats=self.repeats)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers, as in 0,1,2")
         check_seeds(self.seeds)
