@@ -357,7 +357,7 @@ class MergeConfig:
             "span": (config.sites == "span" or config.holds, "sites='span' and anchor_every=0, or held blocks"),
             "gap": anchors,
             "gap_dtype": anchors,
-            "trust": anchors,
+            "trust": (anchors[0] and not config.holds, "anchors of merged blocks, as ratio=0.5, anchor_every=5 give"),
         }.items():
             value = getattr(config, name)
             if name in options and value != getattr(MergeConfig, name) and not counts:
