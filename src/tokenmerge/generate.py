@@ -159,8 +159,9 @@ def make_picture(
     variants = []
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
-        if show_destinations and config.holds:
-            raise TokenMergeError("--show-destinations shows what merges, and blocks are held; give a --ratio to merge")
+        if show_destinations and (config.holds or config.method == "none" or not any(config.ratios)):
+            why = "blocks are held" if config.holds else "nothing does here"
+            raise TokenMergeError(f"--show-destinations shows what merges, and {why}; give a --ratio above 0 to merge")
         variants.append(Variant(_label(config, step_cache), config, step_cache))
     if way:
         compile_as(pipe, way)
