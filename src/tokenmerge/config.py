@@ -439,16 +439,21 @@ def _check_types(config: Any) -> None:
         value = getattr(config, name)
         choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         types = tuple(get_origin(choice) or choice for choice in choices)
-        if not isinstance(value, bool):
-            # NumPy has numbers of its own.
-            if isinstance(value, Integral) and int in types:
-                value = int(value)
-            elif isinstance(value, Real) and float in types:
-                value = float(value)
-            object.__setattr__(config, name, value)
+        value = _plain(value, types)
+        if isinstance(value, tuple) and tuple in types:
+            items = next(get_args(choice) for choice in choices if get_origin(choice) is tuple)
+            value = tuple(_plain(item, items) for item in value)
+        object.__setattr__(config, name, value)
         if not isinstance(value, types) or isinstance(value, bool):
             expected = " or ".join(_TYPES.get(choice, choice.__name__) for choice in types)
             raise TokenMergeError(f"{name} is {value!r}; it must be {expected}")
+
+
+def _plain(value: Any, types: tuple[Any, ...]) -> Any:
+    """A number as one of Python's, where it may be one of `types`: NumPy has numbers of its own."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and int in types:
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) and float in types else value
 
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
