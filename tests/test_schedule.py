@@ -657,6 +657,18 @@ def test_blocks_that_stay_whole_need_nothing() -> None:
     assert phases == [("select", True), *[reuse] * 4, ("reweigh", True), reuse]
 
 
+@pytest.mark.parametrize(
+    ("options", "hosted"),
+    [({}, False), ({"selection": "uniform"}, False), ({"selection": "stochastic"}, True), ({"unmerge": "pinv"}, True)],
+)
+def test_steps_that_make_maps_are_not_recorded_where_they_need_the_host(options: dict[str, Any], hosted: bool) -> None:
+    pipe = apply(tiny.build("sdxl"), destinations_every=4, weights_every=2, **options)
+    kept: list[bool] = []
+    pipe.unet.register_forward_hook(lambda *_: kept.append(pipe.unet._tokenmerge.state.kind() is not None))
+    tiny.draw(pipe, steps=6)
+    assert kept == [not hosted, True] * 3
+
+
 def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:
     pipe = apply(tiny.build("sdxl"), start=0.2, anchor_every=3)
     tiny.draw(pipe, steps=10)
