@@ -34,9 +34,11 @@ _MAX_KINDS = 256
 # What else decides a module's work, beside its submodules and weights: FreeU's factors, what stands in for its forward,
 # its attention processor, and adapters that are on, off or fused.
 _SETTINGS = ("s1", "s2", "b1", "b2", "forward", "processor", "_disable_adapters", "_active_adapter")
+# Of an attention processor, which is changed in place: what computes attention.
+_BACKEND = "_attention_backend"
 # Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, adapters fused into weights.
 _CONTENTS = ("scale", "scaling", "merged_adapters")
-_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, "_diffusers_hook"))
+_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
 
 
 class Phases(Protocol):
@@ -286,5 +288,6 @@ def _rare(module: nn.Module) -> Iterator[Any]:
         for content in (holder[name] for name in _CONTENTS if name in holder):
             held = content.values() if isinstance(content, dict) else content
             yield tuple(held) if isinstance(content, dict | list) else held
+        yield holder.get(_BACKEND)
     if "_diffusers_hook" in values:
         yield tuple(values["_diffusers_hook"].hooks)
