@@ -300,6 +300,15 @@ def test_every_row_is_compared_with_its_own_bound(change: dict[str, Any], tmp_pa
     assert all("+10.0 %" in line for line in bench.report(turned).splitlines() if line.startswith("| dit 0.5"))
 
 
+@pytest.mark.parametrize("preset", ["hold", "dit-anchored"])
+def test_gaps_that_follow_noise_levels_are_timed(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["--warmups", "0", "--settle", "0", "--repeats", "1", "--steps", "8"]
+    assert main(["bench", "--sizes", "64x64", "--presets", preset, "--gap", "sigma", *counts, "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)[-1]
+    assert last["config"]["gap"] == "sigma"
+    assert any("anchor" in phase for phase in last["laps_ms"])
+
+
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     counts = ["--warmups", "0", "--settle", "0.5", "--repeats", "1", "--steps", "2"]
     assert main(["bench", "--sizes", "64x64", "--ratios", "0.5", *counts, "--json"]) == 0

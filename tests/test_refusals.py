@@ -72,7 +72,7 @@ def test_a_refused_apply_leaves_the_model_as_it_was(
 def test_a_scheduler_that_fails_leaves_the_model_as_it_was() -> None:
     class Broken(Loop):
         @property
-        def sigmas(self) -> None:
+        def sigmas(self) -> Tensor:
             raise RuntimeError("no noise levels")
 
     unet, broken = tiny.sdxl_unet(), Broken(4)

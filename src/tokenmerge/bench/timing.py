@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import api
 from ..compiling import compile, uncompile, unrecorded
@@ -41,6 +41,11 @@ class Loop:
     def __init__(self, steps: int) -> None:
         self.timesteps = list(range(steps, 0, -1))
         self.begin_index = 0
+
+    @property
+    def sigmas(self) -> Tensor:
+        """Noise levels, which gaps may follow; what they are costs nothing."""
+        return torch.linspace(1.0, 0.0, len(self.timesteps) + 1)
 
     def set_timesteps(self) -> None:
         """Begin an image."""
