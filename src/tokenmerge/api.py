@@ -43,7 +43,7 @@ class Summary:
     plan: Plan | None
     groups: tuple[dict[str, Any], ...] = ()
     compiled: str = "not by tokenmerge.compile"
-    gap_bytes: int = 0  # of anchored merging
+    gap_bytes: int = 0  # of anchored merging and held blocks
     steps: dict[str, int] = field(default_factory=dict)  # of the last image: full, anchor, merged, skipped
 
     def to_dict(self) -> dict[str, Any]:

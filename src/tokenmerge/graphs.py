@@ -2,7 +2,7 @@
 
 On a fast GPU a denoiser at a small batch waits for the host to launch its kernels. A graph is a recording of those
 launches; it fixes what they do and where their tensors lie. So calls that do different work have graphs of their own:
-steps that select, that only weigh, that reuse maps, and that do not merge at all.
+steps that select, that only weigh, that reuse maps, that hold blocks, anchors, and steps that do not merge at all.
 
 The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
 are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
