@@ -80,6 +80,16 @@ def test_held_blocks_come_once_whatever_ratios_are_asked_for(presets: list[str],
     assert held == tokenmerge.presets()["hold"]
 
 
+@pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
+def test_ratios_of_parts_come_once_whatever_ratios_are_asked_for(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(tokenmerge.presets()["pool"].replace(**{name: (0.25, 0.75)}).to_yaml())
+    found = bench.candidates_for(tiny.sdxl_unet(), [str(path), "todo"], (0.5, 0.75), {})
+    assert [item.label for item in found] == ["unpatched", f"{path} 0.25/0.75", "todo 0.5", "todo 0.75"]
+    found = bench.candidates_for(tiny.sdxl_unet(), ["default"], (0.5, 0.75), {name: (0.25, 0.75)})
+    assert [item.label for item in found[1:]] == ["lower-bound of default 0.25/0.75", "default 0.25/0.75"]
+
+
 def test_without_a_ratio_each_preset_has_its_own() -> None:
     found = bench.candidates_for(tiny.sdxl_unet(), ["default", "todo", "unet"], (), {})
     assert [item.label for item in found] == [
@@ -288,6 +298,15 @@ def test_every_row_is_compared_with_its_own_bound(change: dict[str, Any], tmp_pa
     # Also from a file, where the order of the fields may be another.
     turned = [{**each, "config": each["config"] and dict(reversed(each["config"].items()))} for each in records[::-1]]
     assert all("+10.0 %" in line for line in bench.report(turned).splitlines() if line.startswith("| dit 0.5"))
+
+
+@pytest.mark.parametrize("preset", ["hold", "dit-anchored"])
+def test_gaps_that_follow_noise_levels_are_timed(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["--warmups", "0", "--settle", "0", "--repeats", "1", "--steps", "8"]
+    assert main(["bench", "--sizes", "64x64", "--presets", preset, "--gap", "sigma", *counts, "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)[-1]
+    assert last["config"]["gap"] == "sigma"
+    assert any("anchor" in phase for phase in last["laps_ms"])
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,13 +34,14 @@ SDXL = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with the configs of SDXL and Flux at their real size, and no weights."""
+    """Folders with the configs of SDXL, Flux and SD3 at their real size, and no weights."""
     folder = tmp_path_factory.mktemp("models")
     files = {
         "sdxl/model_index.json": {"_class_name": "StableDiffusionXLPipeline", "unet": ["diffusers", "x"]},
         "sdxl/unet/config.json": SDXL,
         "sdxl/vae/config.json": {"block_out_channels": [128, 256, 512, 512]},
         "flux/config.json": {"_class_name": "FluxTransformer2DModel"},
+        "sd3/config.json": {"_class_name": "SD3Transformer2DModel"},
         "other/config.json": {"_class_name": "PriorTransformer"},
         "vae/model_index.json": {"_class_name": "VaePipeline", "vae": ["diffusers", "AutoencoderKL"]},
     }
@@ -130,6 +131,8 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str], o
         ("flux", ["--sites", "component"], "anchor_every=0"),
         ("flux", ["--preset", "best"], "unknown"),
         ("flux", ["--height", "4"], "larger size"),
+        ("flux", ["--height", "8"], "8x1024 pixels are less than one token of 16x16; give a larger size"),
+        ("sd3", ["--width", "8"], "1024x8 pixels are less than one token of 16x16; give a larger size"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(

@@ -322,6 +322,8 @@ def changes() -> dict[str, Any]:
         "scaled IP-Adapter": (with_ip_adapter, lambda pipe: pipe.set_ip_adapter_scale(0.1)),
         "FreeU": (lambda: build("sdxl"), lambda pipe: pipe.unet.enable_freeu(0.9, 0.2, 1.1, 1.2)),
         "fused QKV": (lambda: build("flux"), lambda pipe: pipe.transformer.fuse_qkv_projections()),
+        # The one that is used anyway: the choice is also kept for all of the process.
+        "a way of attention": (lambda: build("flux"), lambda pipe: pipe.transformer.set_attention_backend("native")),
         "merging": (lambda: build("sdxl"), apply),
         "other weights": (lambda: build("sdxl"), lambda pipe: pipe.unet.to(torch.float64)),
         "a cache": (

@@ -109,6 +109,29 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert MergeConfig.from_json(config.to_json()) == config
 
 
+@pytest.mark.parametrize(
+    ("field", "given", "expected"),
+    [
+        ("block_ratios", (np.float64(0.25), np.float32(0.5)), (0.25, 0.5)),
+        ("step_ratios", [np.float32(0.5), 0], (0.5, 0.0)),
+        ("levels", (np.int64(2), 4), (2, 4)),
+    ],
+)
+def test_numbers_of_numpy_in_lists_are_numbers(field: str, given: object, expected: tuple[float, ...]) -> None:
+    config = MergeConfig(**{field: given})  # type: ignore[arg-type]
+    assert getattr(config, field) == expected
+    assert {type(number) for number in getattr(config, field)} == {type(expected[0])}
+    assert MergeConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "given"), [("block_ratios", (True,)), ("levels", (2.0,)), ("levels", (True,)), ("step_ratios", ("0.5",))]
+)
+def test_what_is_no_number_in_lists_is_refused(field: str, given: object) -> None:
+    with pytest.raises(TokenMergeError, match=field):
+        MergeConfig(**{field: given})  # type: ignore[arg-type]
+
+
 def test_a_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         MergeConfig().ratio = 0.1  # type: ignore[misc]

@@ -287,6 +287,23 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
     assert comparable(finished) == before
 
 
+def test_metrics_that_were_measured_before_are_kept(networks: Path, tmp_path: Path) -> None:
+    small = replace(task(networks, seeds=(0,), repeats=0), prompts=PROMPTS[:2])
+    for metrics in (("mse", "ssim"), ("psnr",)):
+        results = evaluate(replace(small, metrics=metrics), tmp_path / "pairs", resume=True)
+        assert results is not None
+        assert [metric.name for metric in results.metrics] == list(metrics)
+    for path in tmp_path.glob("pairs/values/*/*.json"):
+        assert list(json.loads(path.read_text())) == ([] if path.parent.name == "none" else ["mse", "psnr", "ssim"])
+    for name in ("kid", "fid"):
+        results = evaluate(replace(small, metrics=(name,)), tmp_path / "sets", resume=True)
+        assert results is not None
+        assert [metric.name for metric in results.metrics] == [name]
+    kept = list(tmp_path.glob("sets/sets/*.json"))
+    assert len(kept) == len(CONFIGURATIONS)
+    assert all(list(json.loads(path.read_text())) == ["fid", "kid"] for path in kept)
+
+
 def test_a_commit_is_that_of_this_code_and_not_of_what_lies_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,6 +553,17 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
     assert len({item.folder for item in made}) == len(made)
     assert all(item.cache is None for item in made)
     assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
+
+
+@pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
+def test_ratios_of_parts_are_not_swept(name: str) -> None:
+    typed = [f"default:{name}=0.25,0.75", "unet"]
+    _, parts, *swept = read_configurations(typed, (0.5, 0.75), "dit")
+    assert (parts.label, parts.knobs) == (typed[0], (0.25, 0.75))
+    assert [item.knobs for item in swept] == [(0.5,), (0.75,)]
+    assert plots._removed(Row(parts, {}, {}, {})) == 0.5
+    with pytest.raises(TokenMergeError, match=f"ratio is 0.25, and {name} gives other ratios"):
+        read_configurations([f"{typed[0]},ratio=0.25"], None, "dit")
 
 
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
@@ -920,6 +948,14 @@ def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
     assert "counts every picture as independent" in capsys.readouterr().out
     assert main([*arguments, *prompts]) == 0
     assert "takes the pictures of a prompt together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("threads", ["0", "-1"])
+def test_threads_that_cannot_be_are_refused(
+    pairs: tuple[Path, Path], threads: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["metrics", *map(str, pairs), "--metrics", "mse", "--threads", threads]) == 2
+    assert f"--threads is {threads}; it must be 1 or more" in capsys.readouterr().err
 
 
 def test_equal_folders_are_infinitely_like_each_other(

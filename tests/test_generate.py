@@ -149,7 +149,10 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--levels", "2"], "only one"),
         (["--cache", "first-block:speed=1"], "no field 'speed'"),
         (["--cache", "mag"], "or give a ratio"),
-        (["--show-destinations"], "give a --ratio"),
+        (["--show-destinations"], "blocks are held; give a --ratio"),
+        (["--show-destinations", "--method", "none"], "nothing does here; give a --ratio above 0"),
+        (["--show-destinations", "--ratios", "0.5,0"], "nothing does here; give a --ratio above 0"),
+        (["--show-destinations", "--step-ratios", "0,0"], "nothing does here; give a --ratio above 0"),
         (["--out", "rose.txt"], "rose.txt does not end as a picture does; use .png, .jpg or .webp"),
         (["--out", "rose"], "does not end as a picture does"),
         (["--out", "/dev/null/rose.png"], "/dev/null/rose.png cannot be written"),
@@ -159,6 +162,8 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--device", "cpu", "--compile", "graphs"], "use --compile blocks"),
         (["--coverage", "1.5"], "[0, 1]"),
         (["--ratio", "0.75", "--ratios", "0.25"], "both --ratio and --ratios were given"),
+        (["--merge-regions", "stripe:8", "--model", "tiny-sdxl"], "use the same kind for both"),
+        (["--merge-regions", "tile:2x2"], "use larger merge_regions"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -170,9 +175,11 @@ def test_bad_input_is_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "a rose", *options]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err
+    error = printed.splitlines()[-1]
     assert error.startswith("tokenmerge: ")
     assert words in error
+    assert "original:" not in printed, "a picture was begun"
     assert not list(tmp_path.iterdir())
 
 

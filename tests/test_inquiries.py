@@ -117,6 +117,11 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
                 ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),
             )
         ),
+        *(
+            (name, [f"--{option}", given], f"--{option} is {given}; it must be 1 or more")
+            for name, option in (("fig4", "threads"), ("fig3", "steps"), ("fig4", "steps"), ("table4", "threads"))
+            for given in ("0", "-1")
+        ),
         ("table4", ["--repeats", "0"], "--repeats is 0; table4 is about time and needs 1 or more"),
         ("table5", ["--batch", "0"], "--batch is 0; table5 is about time and needs 1 or more"),
     ],

@@ -21,6 +21,7 @@ from tokenmerge.grid import (
     layout_for,
     nearest_divisor,
     partition_grids,
+    region_size,
     split_regions,
 )
 from tokenmerge.groups import refresh
@@ -91,9 +92,12 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     try:
         partition = partition_grids((grid,), config)
     except TokenMergeError:
-        assert config.merge_in.kind != config.select_in.kind
+        finer = region_size(grid.count, config.merge_in, ratio) < region_size(grid.count, config.select_in, ratio)
+        assert config.merge_in.kind != config.select_in.kind or finer
         return
     layout = partition.layout
+    wish = layout.select_size if merge_spec is None else region_size(grid.count, config.merge_in, ratio)
+    assert wish >= layout.select_size, "a wish for smaller merging regions must not come to nothing in silence"
     assert layout.select_regions * layout.select_size == layout.merge_regions * layout.merge_size == grid.count
     assert layout.merge_size % layout.select_size == 0
     wished = round(layout.select_size * (1 - ratio))
@@ -103,6 +107,41 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     assert layout == layout_for(grid.count, config), "shapes may depend on the token count alone"
     order = torch.arange(grid.count) if partition.order is None else partition.order
     assert torch.equal(order.sort().values, torch.arange(grid.count))
+
+
+@pytest.mark.parametrize(
+    ("spec", "merge_spec", "message"),
+    [
+        ("tile:4x4", "stripe:16", "regions 'tile:4x4' do not nest in merge_regions 'stripe:16'"),
+        ("stripe:16", "tile:4x4", "regions 'stripe:16' do not nest in merge_regions 'tile:4x4'"),
+        ("tile:4x4", "tile:2x2", "'tile:2x2' have 4 tokens, less than the 16 of regions 'tile:4x4'.* use larger"),
+        ("stripe:4", "stripe:8", "'stripe:8' have 32 tokens, less than the 64 of regions 'stripe:4'"),
+        ("whole", "tile:4x4", "'tile:4x4' have 16 tokens, less than the 256 of regions 'whole'"),
+    ],
+)
+def test_merging_regions_that_are_no_unions_are_refused(spec: str, merge_spec: str, message: str) -> None:
+    with pytest.raises(TokenMergeError, match=message):
+        partition_grids((TokenGrid(16, 16),), MergeConfig(regions=spec, merge_regions=merge_spec))
+
+
+@pytest.mark.parametrize(
+    ("grid", "spec", "merge_spec"),
+    [
+        (TokenGrid(16, 16), "tile:4x4", "tile:16"),
+        (TokenGrid(16, 16), "stripe:16", "stripe:16"),
+        (TokenGrid(16, 16), "tile:1x16", "stripe:16"),
+        (TokenGrid(4, 4), "tile:4x4", "whole"),
+        (TokenGrid(2, 2), "tile:4x4", "stripe:1"),
+        (TokenGrid(2, 2), "whole", "tile:4x4"),
+    ],
+)
+def test_merging_regions_may_be_the_selection_regions_themselves(grid: TokenGrid, spec: str, merge_spec: str) -> None:
+    alone = partition_grids((grid,), MergeConfig(regions=spec))
+    both = partition_grids((grid,), MergeConfig(regions=spec, merge_regions=merge_spec))
+    assert both.layout == alone.layout
+    natural = torch.arange(grid.count)
+    orders = [natural if each is None else each for each in (alone.order, both.order, both.merge_order)]
+    assert all(torch.equal(order, orders[0]) for order in orders)
 
 
 @settings(max_examples=200, deadline=None)
@@ -404,18 +443,20 @@ def test_region_specs_that_cannot_be_are_refused(text: str) -> None:
         ("tile:2x2", "stripe:4"),
         ("stripe:16", "stripe:4"),
         ("stripe:4", "whole"),
+        ("tile:1", "whole"),
     ],
 )
-def test_a_model_merges_in_the_regions_that_were_planned(spec: str, merge_spec: str) -> None:
+@pytest.mark.parametrize("grid", [TokenGrid(8, 8), TokenGrid(32, 2)], ids=str)
+def test_a_model_merges_in_the_regions_that_were_planned(grid: TokenGrid, spec: str, merge_spec: str) -> None:
     """Through the state, whose tensors are laid out before the grid is known."""
     config = MergeConfig(ratio=0.5, regions=spec, merge_regions=merge_spec)
     state = MergeState(config, lambda: None)
     group = state.add_group("level-1")
     values = torch.randn(1, 64, 6, generator=torch.Generator().manual_seed(0))
-    state.enter(DenoiserCall(1, values.dtype, values.device, torch.zeros(()), 8, 8))
+    state.enter(DenoiserCall(1, values.dtype, values.device, torch.zeros(()), grid.height, grid.width))
     assert group.slot is not None
     refresh(values, [], group.handle, group.slot.map.tensors, group.slot.rotary)
-    expected = make_map(values, TokenGrid(8, 8), config)
+    expected = make_map(values, grid, config)
     torch.testing.assert_close(group.slot.map.merge(values), expected.merge(values))
     restored = group.slot.map.unmerge(group.slot.map.merge(values))
     torch.testing.assert_close(restored, expected.unmerge(expected.merge(values)))

@@ -47,7 +47,10 @@ def apply(pipe: Any, **options: Any) -> Any:
         ("sdxl", {"ratio": 0.5, "span": 2}, "span is 2, which counts with sites='span' .* or held blocks"),
         ("sdxl", {"preset": "unet", "gap": "linear"}, "gap is 'linear', which counts with anchors"),
         ("flux", {"preset": "dit", "trust": 0.5}, "trust is 0.5, which counts with anchors"),
+        ("flux", {"preset": "hold", "anchor_every": 3, "trust": 0.5}, "which counts with anchors of merged blocks"),
         ("flux", {"anchor_every": 0, "gap_dtype": "float8"}, "gap_dtype is 'float8', which counts with anchors"),
+        ("sdxl", {"ratio": 0.25, "step_ratios": (0.5, 0.75)}, "ratio is 0.25, and step_ratios gives other ratios"),
+        ("flux", {"ratio": 0.25, "block_ratios": (0.5,)}, "ratio is 0.25, and block_ratios gives other ratios"),
         ("sd3", {"skip_last": 4}, "no site .* skip_last"),
     ],
 )
@@ -69,7 +72,7 @@ def test_a_refused_apply_leaves_the_model_as_it_was(
 def test_a_scheduler_that_fails_leaves_the_model_as_it_was() -> None:
     class Broken(Loop):
         @property
-        def sigmas(self) -> None:
+        def sigmas(self) -> Tensor:
             raise RuntimeError("no noise levels")
 
     unet, broken = tiny.sdxl_unet(), Broken(4)

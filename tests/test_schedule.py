@@ -448,6 +448,23 @@ def test_an_image_after_one_that_was_broken_off_begins_anew(way: dict[str, Any])
     assert torch.equal(drawn[0], drawn[2])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("ran", [1, 2, 5])
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_image_that_was_broken_off_leaves_no_steps_behind(listed: bool, ran: int) -> None:
+    unet, scheduler = tiny.build("sdxl").unet, tiny.ddim()
+    tokenmerge.apply(unet, scheduler=scheduler, start=0.5)
+    scheduler.set_timesteps(6)
+    # Going through a tensor makes new ones, and a list may be gone through again.
+    timesteps = list(scheduler.timesteps) if listed else scheduler.timesteps
+    for until in (ran, ran, 6):
+        for timestep in timesteps[:until]:
+            noise = unet(**unet_inputs(timestep)).sample
+            scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+        assert sum(tokenmerge.summary(unet).steps.values()) == until
+    assert tokenmerge.summary(unet).steps == {"full": 3, "anchor": 2, "merged": 1}
+
+
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_another_scheduler_after_an_image_that_was_broken_off_is_refused(kind: str, steps: int) -> None:
@@ -638,6 +655,18 @@ def test_blocks_that_stay_whole_need_nothing() -> None:
     tiny.draw(pipe, steps=7)
     reuse = ("reuse", False)
     assert phases == [("select", True), *[reuse] * 4, ("reweigh", True), reuse]
+
+
+@pytest.mark.parametrize(
+    ("options", "hosted"),
+    [({}, False), ({"selection": "uniform"}, False), ({"selection": "stochastic"}, True), ({"unmerge": "pinv"}, True)],
+)
+def test_steps_that_make_maps_are_not_recorded_where_they_need_the_host(options: dict[str, Any], hosted: bool) -> None:
+    pipe = apply(tiny.build("sdxl"), destinations_every=4, weights_every=2, **options)
+    kept: list[bool] = []
+    pipe.unet.register_forward_hook(lambda *_: kept.append(pipe.unet._tokenmerge.state.kind() is not None))
+    tiny.draw(pipe, steps=6)
+    assert kept == [not hosted, True] * 3
 
 
 def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:

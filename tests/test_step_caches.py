@@ -102,6 +102,27 @@ def test_skipped_calls_are_as_if_they_were_not_there(cache: str, options: dict[s
 
 
 @pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("options", [{}, {"anchor_every": 0}], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+def test_steps_that_a_cache_skips_are_told_as_such(cache: str, options: dict[str, Any], guided: bool) -> None:
+    pipe = build(**options)
+    calls = Calls(pipe)
+    pipe.transformer.enable_cache(CACHES[cache])
+    draw(pipe, guided=guided)
+    told = tokenmerge.summary(pipe)
+    merged = told.steps.get("merged")
+    skipped = calls.ran[:: 1 + guided].count(False)
+    assert told.steps["skipped"] == skipped > 0
+    assert sum(told.steps.values()) == STEPS
+    # A cache may leave nothing but anchors.
+    saved = "" if merged else ": merging saved nothing"
+    assert f"{skipped} skipped by a cache{saved}." in str(told)
+    pipe.transformer.disable_cache()
+    draw(pipe, guided=guided)
+    assert "skipped" not in tokenmerge.summary(pipe).steps
+
+
+@pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize(
     "cache", [FirstBlockCacheConfig(threshold=0.0), magnitude(0)], ids=["first block", "magnitude"]
 )

@@ -43,8 +43,8 @@ class Summary:
     plan: Plan | None
     groups: tuple[dict[str, Any], ...] = ()
     compiled: str = "not by tokenmerge.compile"
-    gap_bytes: int = 0  # of anchored merging
-    steps: dict[str, int] = field(default_factory=dict)  # of the last image: full, anchor, merged
+    gap_bytes: int = 0  # of anchored merging and held blocks
+    steps: dict[str, int] = field(default_factory=dict)  # of the last image: full, anchor, merged, skipped
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -145,7 +145,11 @@ def plan(
     scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
     if min(height, width) < scale:
         raise TokenMergeError(f"{height}x{width} pixels are less than one {scale}-pixel latent; give a larger size")
-    return plan_model(denoiser, family, config, family.plan_call(denoiser, height // scale, width // scale))
+    call = family.plan_call(denoiser, height // scale, width // scale)
+    if min(call.height, call.width) < 1:
+        side = family.unit(denoiser, scale)
+        raise TokenMergeError(f"{height}x{width} pixels are less than one token of {side}x{side}; give a larger size")
+    return plan_model(denoiser, family, config, call)
 
 
 def summary(model: Any) -> Summary:
@@ -224,6 +228,7 @@ def resolve_config(
 def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
     """What the steps of an image did, where they did different things. held: whether blocks run at anchors alone."""
     named = {"full": "whole", "anchor": "whole and merged (anchors)", "merged": "merged"}
+    named |= {"skipped": "skipped by a cache"}
     if held:
         named |= {"anchor": "whole (anchors)", "merged": "held"}
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
@@ -232,7 +237,8 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
     way_out = "For so few steps merge at every one: start=0, anchor_every=0."
     if held:
         way_out = "For so few steps begin at once, with start=0, or merge at every one: start=0, anchor_every=0."
-    return f"Steps of the last image: {told}: nothing was saved. {way_out}"
+    saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
+    return f"Steps of the last image: {told}: {saved}. {way_out}"
 
 
 def _cell(value: Any) -> str:
@@ -300,6 +306,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             installation.add(part, block.module, name)
 
     def at_image_start() -> None:
+        state.cached = bool(cache_hooks(denoiser))
         _check_caches(denoiser, plan_)
         _check_fused(denoiser, plan_.config)
         _check_offload(plan_)

@@ -234,9 +234,9 @@ def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="search settings for a budget of drift or a wished speed-up, and write them as a preset",
-        description="Draw candidates from the settings of merging, measure them by time and drift on ever more "
-        "prompts, of which the better half goes on, and write the one that meets the goal on held-out prompts as "
-        "preset.yaml. Everything is kept as it is made; --resume goes on after an interruption.",
+        description="Draw candidates from the settings of merging and of holding, measure them by time and drift on "
+        "ever more prompts, of which the better half goes on, and write the one that meets the goal on held-out "
+        "prompts as preset.yaml. Everything is kept as it is made; --resume goes on after an interruption.",
     )
     add = parser.add_argument
     add("--model", default="tiny-flux", help="bundled name, folder or hub id (default: %(default)s)")

@@ -319,6 +319,11 @@ class MergeConfig:
         return self.buckets[reached[-1] if reached else max(0, place - 1)]
 
     @property
+    def part_ratios(self) -> str | None:
+        """The field that gives ratios for parts, in place of `ratio`, if one does."""
+        return next((name for name in ("step_ratios", "block_ratios") if getattr(self, name) is not None), None)
+
+    @property
     def ratios(self) -> tuple[float, ...]:
         """Every ratio that some step or block may have."""
         return self.step_ratios or self.block_ratios or self.buckets
@@ -354,13 +359,18 @@ class MergeConfig:
     def changed(self, **options: Any) -> MergeConfig:
         """The same for options that somebody gave: one that would be without effect is refused."""
         config = self.replace(**options)
+        parts = config.part_ratios
+        if parts is not None and options.get("ratio", self.ratio) != self.ratio:
+            raise TokenMergeError(
+                f"ratio is {config.ratio:g}, and {parts} gives other ratios for all parts; leave one of both out"
+            )
         anchors = (config.schedule.anchor_every > 0, "anchors, as anchor_every=5 gives")
         for name, (counts, where) in {
             "components": (config.sites == "component", "sites='component' and anchor_every=0"),
             "span": (config.sites == "span" or config.holds, "sites='span' and anchor_every=0, or held blocks"),
             "gap": anchors,
             "gap_dtype": anchors,
-            "trust": anchors,
+            "trust": (anchors[0] and not config.holds, "anchors of merged blocks, as ratio=0.5, anchor_every=5 give"),
         }.items():
             value = getattr(config, name)
             if name in options and value != getattr(MergeConfig, name) and not counts:
@@ -442,16 +452,21 @@ def _check_types(config: Any) -> None:
         value = getattr(config, name)
         choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         types = tuple(get_origin(choice) or choice for choice in choices)
-        if not isinstance(value, bool):
-            # NumPy has numbers of its own.
-            if isinstance(value, Integral) and int in types:
-                value = int(value)
-            elif isinstance(value, Real) and float in types:
-                value = float(value)
-            object.__setattr__(config, name, value)
+        value = _plain(value, types)
+        if isinstance(value, tuple) and tuple in types:
+            items = next(get_args(choice) for choice in choices if get_origin(choice) is tuple)
+            value = tuple(_plain(item, items) for item in value)
+        object.__setattr__(config, name, value)
         if not isinstance(value, types) or isinstance(value, bool):
             expected = " or ".join(_TYPES.get(choice, choice.__name__) for choice in types)
             raise TokenMergeError(f"{name} is {value!r}; it must be {expected}")
+
+
+def _plain(value: Any, types: tuple[Any, ...]) -> Any:
+    """A number as one of Python's, where it may be one of `types`: NumPy has numbers of its own."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and int in types:
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) and float in types else value
 
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
+from .options import check_counts
 from .pictures import Panel, check_picture_file, difference, overlay_map, save_picture, strip, to_tensor
 from .quality import compare
 from .tables import table
@@ -51,7 +52,7 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
-    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged
+    modes: dict[str, int] = field(default_factory=dict)  # steps by mode: full, anchor, merged, skipped
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -144,9 +145,7 @@ def make_picture(
     """Load a model, make the pictures, write the comparison. cache: of all pictures but the originals."""
     path = Path(out) if out else Path(f"{slug(prompt)}-{seed}.png")
     check_picture_file(path)
-    for name, value in (("steps", steps), ("number", number)):
-        if value is not None and value < 1:
-            raise TokenMergeError(f"--{name} is {value}; it must be 1 or more")
+    check_counts(steps=steps, number=number)
     changes = dict(changes or {})
     single = changes.pop("ratio", None)
     if ratios and single is not None:
@@ -160,8 +159,9 @@ def make_picture(
     variants = []
     for ratio in ratios or (single,):
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
-        if show_destinations and config.holds:
-            raise TokenMergeError("--show-destinations shows what merges, and blocks are held; give a --ratio to merge")
+        if show_destinations and (config.holds or config.method == "none" or not any(config.ratios)):
+            why = "blocks are held" if config.holds else "nothing does here"
+            raise TokenMergeError(f"--show-destinations shows what merges, and {why}; give a --ratio above 0 to merge")
         variants.append(Variant(_label(config, step_cache), config, step_cache))
     if way:
         compile_as(pipe, way)
@@ -280,6 +280,9 @@ def _check(pipe: Any, request: Request, variants: Sequence[Variant], device: tor
     steps = min(TRIAL_STEPS, request.steps)
     pipe.set_progress_bar_config(desc=f"{'trial':>12}", leave=False)
     for variant in variants:
+        if variant.config:
+            # What regions there are is known with the size.
+            api.plan(pipe, variant.config, height=request.height, width=request.width)
         with api.applied(pipe, variant.config) if variant.config else nullcontext():
             if variant.cache:
                 try_cache(pipe, variant.cache, partial(draw, pipe, request, request.seeds[:1], steps, device), steps)
@@ -355,7 +358,7 @@ def token_counts(pipe: Any) -> str:
 
 
 def step_modes(pipe: Any) -> dict[str, int]:
-    """How many steps of the last image were full, anchors or merged; nothing of a model without merging."""
+    """How many steps of the last image were full, anchors, merged or skipped; nothing of a model without merging."""
     return api.summary(pipe).steps
 
 

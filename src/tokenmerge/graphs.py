@@ -2,7 +2,7 @@
 
 On a fast GPU a denoiser at a small batch waits for the host to launch its kernels. A graph is a recording of those
 launches; it fixes what they do and where their tensors lie. So calls that do different work have graphs of their own:
-steps that select, that only weigh, that reuse maps, and that do not merge at all.
+steps that select, that only weigh, that reuse maps, that hold blocks, anchors, and steps that do not merge at all.
 
 The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
 are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
@@ -34,9 +34,11 @@ _MAX_KINDS = 256
 # What else decides a module's work, beside its submodules and weights: FreeU's factors, what stands in for its forward,
 # its attention processor, and adapters that are on, off or fused.
 _SETTINGS = ("s1", "s2", "b1", "b2", "forward", "processor", "_disable_adapters", "_active_adapter")
+# Of an attention processor, which is changed in place: what computes attention.
+_BACKEND = "_attention_backend"
 # Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, adapters fused into weights.
 _CONTENTS = ("scale", "scaling", "merged_adapters")
-_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, "_diffusers_hook"))
+_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
 
 
 class Phases(Protocol):
@@ -286,5 +288,6 @@ def _rare(module: nn.Module) -> Iterator[Any]:
         for content in (holder[name] for name in _CONTENTS if name in holder):
             held = content.values() if isinstance(content, dict) else content
             yield tuple(held) if isinstance(content, dict | list) else held
+        yield holder.get(_BACKEND)
     if "_diffusers_hook" in values:
         yield tuple(values["_diffusers_hook"].hooks)

@@ -112,8 +112,7 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
 def layout_for(token_count: int, config: MergeConfig) -> Layout:
     """The layout of `token_count` tokens: k = round(n (1 - ratio)) destinations per selection region, at least one, and
     at least one less than tokens, so that a small ratio does not come to nothing in small regions."""
-    # Whichever ratio a coverage target chooses must lie in the same regions.
-    ratio = _BUCKETED_RATIO if config.coverage is not None and config.ratio else config.ratio
+    ratio = _region_ratio(config)
     select_size = region_size(token_count, config.select_in, ratio)
     if config.merge_regions is None:
         merge_size = select_size
@@ -128,6 +127,11 @@ def layout_for(token_count: int, config: MergeConfig) -> Layout:
     return Layout(token_count, select_size, count, merge_size)
 
 
+def _region_ratio(config: MergeConfig) -> float:
+    """What regions must be large enough for: whichever ratio a coverage target chooses must lie in the same ones."""
+    return _BUCKETED_RATIO if config.coverage is not None and config.ratio else config.ratio
+
+
 def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
     """Lay the layout over the images of one sequence (more than one for models that take reference images)."""
     layout = layout_for(sum(grid.count for grid in grids), config)
@@ -138,10 +142,20 @@ def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partit
         )
     select, how = _order(grids, config.select_in, layout.select_size)
     description = f"{layout.select_regions} {how}"
-    if layout.merge_size == layout.select_size:
+    if config.merge_regions is None:
         return Partition(layout, select, select, description, grids)
+    merged_in = region_size(layout.tokens, config.merge_in, _region_ratio(config))
+    if merged_in < layout.select_size:
+        raise TokenMergeError(
+            f"on the {' + '.join(map(str, grids))} token grid, merge_regions {config.merge_regions!r} have {merged_in} "
+            f"tokens, less than the {layout.select_size} of regions {config.regions!r}: every merging region must be "
+            "made of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
+        )
     if layout.merge_size == layout.tokens:
-        return Partition(layout, select, None, f"{description}, merged in the whole image", grids)
+        whole = "" if layout.select_regions == 1 else ", merged in the whole image"
+        return Partition(layout, select, None, f"{description}{whole}", grids)
+    if layout.merge_size == layout.select_size and config.select_in.kind == config.merge_in.kind:
+        return Partition(layout, select, select, description, grids)
     merge, merge_how = _order(grids, config.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and config.select_in.kind == config.merge_in.kind:

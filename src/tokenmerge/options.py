@@ -117,6 +117,13 @@ def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]
     return head, found
 
 
+def check_counts(least: int = 1, **counts: int | None) -> None:
+    """Refuse options that are numbers and too small; None was not given."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise TokenMergeError(f"--{name} is {count}; it must be {least} or more")
+
+
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise Unreadable(f"{text!r} is not understood; write true or false")

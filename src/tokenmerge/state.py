@@ -42,7 +42,8 @@ class MergeState:
         self._place: int | None = None  # of that timestep among the scheduler's, where it is one of those itself
         self._stepped: Any = None  # the timestep that the scheduler stepped from last
         self._inside = False  # whether a call has begun and not ended: one that fails does not
-        self.steps: Counter[str] = Counter()  # of the last image, by mode
+        self.steps: Counter[str] = Counter()  # of the last image, by mode, or "skipped" by a cache
+        self.cached = False  # whether a cache may skip blocks in this image
         self.at_image_start: Callable[[], None] = lambda: None
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
@@ -111,8 +112,17 @@ class MergeState:
         """At the end of a call that did not fail."""
         self._inside = False
         # Guidance may take several calls to a step.
-        self.steps[self.mode if self._merges else "full"] += self.clock.call == 0
+        if self.clock.call == 0:
+            self.steps[self._did] += 1
         self.anchors.settle(self.groups)
+
+    @property
+    def _did(self) -> str:
+        """What the call that ends now did: its mode, but where it removed nothing, or a cache let no layer run."""
+        if self.mode == "full" or not self._merges:
+            return "full"
+        skipped = self.cached and not any(group.done[0] for group in self.groups)
+        return "skipped" if skipped else self.mode
 
     @property
     def _merges(self) -> bool:
@@ -138,9 +148,12 @@ class MergeState:
         of the image before."""
         timesteps = getattr(scheduler, "timesteps", None)
         before, place = self._place, _place_in(timesteps, timestep)
-        if before is not None and place is not None and place < before:
-            # Back to an earlier one: an image was broken off, and timesteps had been set for many.
+        if before is not None and place is not None and place <= before:
+            # Back to an earlier one, or to that of the step before: an image was broken off, and timesteps had been
+            # set for many. Past its first step, parts of one that take turns look alike, and are still refused.
+            turns = self._stepped if place == before and self.clock.step > 1 else None
             self.timesteps_set(scheduler)
+            self._stepped = turns
         elif before is not None and place is None and isinstance(timesteps, Tensor):
             following = timesteps[before + 1 : before + 2]
             if not len(following) or not _same_time(timestep, following):

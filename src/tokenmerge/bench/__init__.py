@@ -1,8 +1,8 @@
 """Latency, launches and memory of a denoiser, by phase and over a whole schedule, with and without merging.
 
-A denoising loop makes few kinds of call: those that select, that only weigh, that reuse maps, and unmerged ones. Each
-kind is timed many times, and the medians are summed as often as a schedule has them: the time of all steps, selection
-and weights included, without running every step again and again.
+A denoising loop makes few kinds of call: those that select, that only weigh, that reuse maps, that hold blocks,
+anchors, and unmerged ones. Each kind is timed many times, and the medians are summed as often as a schedule has them:
+the time of all steps, selection and weights included, without running every step again and again.
 """
 
 from .candidates import Candidate, candidates_for, phases_of

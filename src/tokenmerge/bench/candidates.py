@@ -47,28 +47,31 @@ def candidates_for(
     denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: Mapping[str, Any]
 ) -> list[Candidate]:
     """The denoiser as it is; then for every ratio, or where there is none for its own, each preset, and where merging
-    is linear its bound at those sites. A preset that holds has no ratio, and comes once."""
+    is linear its bound at those sites. A preset that holds has no ratio, and one with ratios for parts has them: those
+    come once."""
     found = {"unpatched": Candidate("unpatched")}
     for ratio in ratios or (None,):
         for preset in presets:
-            given = {} if ratio is None or _holds(preset, changes) else {"ratio": ratio}
+            given = {} if ratio is None or not _takes_ratio(preset, changes) else {"ratio": ratio}
             config = api.config_for(denoiser, preset=None if preset == DEFAULT else preset, **given, **changes)
             if config.coverage is not None:
                 raise TokenMergeError(
                     f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
                     "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
                 )
-            label = preset if config.holds else f"{preset} {config.ratio:g}"
+            label = preset if config.holds else f"{preset} {'/'.join(f'{each:g}' for each in config.ratios)}"
             if config.method in ("toma", *SELECTIONS):
                 found[f"lower-bound of {label}"] = Candidate(f"lower-bound of {label}", config.replace(**BOUND))
             found[label] = Candidate(label, config)
     return list(found.values())
 
 
-def _holds(preset: str, changes: Mapping[str, Any]) -> bool:
-    """Whether a preset holds whatever ratio is asked for, as the default does not."""
-    own = None if preset == DEFAULT else load_preset(preset).method
-    return changes.get("method", own) == "hold"
+def _takes_ratio(preset: str, changes: Mapping[str, Any]) -> bool:
+    """Whether a ratio that is asked for counts with a preset, as it does with the default: it neither holds nor has
+    ratios for parts."""
+    own = MergeConfig() if preset == DEFAULT else load_preset(preset)
+    method, *parts = (changes.get(name, getattr(own, name)) for name in ("method", "step_ratios", "block_ratios"))
+    return method != "hold" and parts == [None, None]
 
 
 def phases_of(config: MergeConfig, steps: int) -> list[str]:

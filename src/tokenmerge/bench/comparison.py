@@ -18,6 +18,7 @@ from ..adapters import family_of
 from ..adapters.loading import check_size, load_denoiser
 from ..config import TokenMergeError
 from ..files import append_line
+from ..options import check_counts
 from .candidates import Candidate, candidates_for, visits
 from .timing import Loop, Setting, measure_candidate
 
@@ -50,10 +51,8 @@ class Task:
         for name in ("sizes", "batches", "modes", "presets"):
             if not getattr(self, name):
                 raise TokenMergeError(f"--{name} is empty; give one or more, separated by commas")
-        numbers = [("steps", 1), ("warmups", 0), ("repeats", 1), ("loops", 0), ("rounds", 1)]
-        for name, least in numbers:
-            if getattr(self, name) < least:
-                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
+        check_counts(steps=self.steps, repeats=self.repeats, rounds=self.rounds)
+        check_counts(0, warmups=self.warmups, loops=self.loops)
         if min(self.batches) < 1:
             raise TokenMergeError(f"--batches are {list(self.batches)}; give numbers from 1, as in 1,4")
         # NaN fails the comparison too.

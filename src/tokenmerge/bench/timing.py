@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import api
 from ..compiling import compile, uncompile, unrecorded
 from ..config import TokenMergeError
-from ..measure import Stopwatch, environment, free_memory, timed
+from ..measure import Stopwatch, environment, forget_peak_memory, free_memory, peak_memory, timed
 from .candidates import Candidate, typical_step, visits
 
 
@@ -41,6 +41,11 @@ class Loop:
     def __init__(self, steps: int) -> None:
         self.timesteps = list(range(steps, 0, -1))
         self.begin_index = 0
+
+    @property
+    def sigmas(self) -> Tensor:
+        """Noise levels, which gaps may follow; what they are costs nothing."""
+        return torch.linspace(1.0, 0.0, len(self.timesteps) + 1)
 
     def set_timesteps(self) -> None:
         """Begin an image."""
@@ -71,8 +76,7 @@ def measure_candidate(
         launches = None
         if setting.mode != "eager":
             compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        forget_peak_memory(device)
         _, first = timed(call, device)
         times = _time_phases(loop, call, phases, device, setting)
         if reasons := unrecorded(denoiser):
@@ -80,7 +84,7 @@ def measure_candidate(
                 f"{candidate.label} cannot be timed in mode {setting.mode!r}: calls cannot be recorded as CUDA graphs "
                 f"({reasons[0]}); use mode 'eager' or 'compiled'"
             )
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        peak = peak_memory(device)
         whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
         backends = [group["backend"] for group in api.summary(denoiser).groups]
         compiled = api.summary(denoiser).compiled

@@ -63,16 +63,18 @@ class Configuration:
 
     @property
     def knobs(self) -> tuple[float, ...]:
-        """The ratio, where tokens are merged, and the threshold of the cache, where it has one."""
+        """The ratio or ratios, where tokens are merged, and the threshold of the cache, where it has one."""
         threshold = dict(self.cache.values).get("threshold") if self.cache else None
-        ratio = (self.config.ratio,) if self.merges else ()
-        return (*ratio, threshold) if threshold is not None else ratio
+        own = self.config.ratios if self.config.part_ratios else (self.config.ratio,)
+        ratios = own if self.merges else ()
+        return (*ratios, threshold) if threshold is not None else ratios
 
 
 def read_configurations(
     asked: Sequence[str | Configuration], ratios: Sequence[float] | None, family_merging: str
 ) -> tuple[Configuration, ...]:
-    """The baseline first, then what was asked for, in order; where a text gives no ratio, once for each of `ratios`."""
+    """The baseline first, then what was asked for, in order; where a text gives no ratio, and none for
+    parts, once for each of `ratios`."""
     made = [Configuration(BASELINE, load_preset(BASELINE))]
     for text in asked:
         if isinstance(text, Configuration):
@@ -86,7 +88,7 @@ def read_configurations(
         cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue
-        if ratios and swept and base.method != BASELINE and not base.holds:
+        if ratios and swept and base.method != BASELINE and not base.holds and not base.part_ratios:
             named, plus, named_cache = name.partition(_CACHE)
             comma = "," if _parts(named)[1] else ":"
             for ratio in ratios:

@@ -19,6 +19,7 @@ from ..clock import Clock
 from ..generate import Request, best_device, draw, picture_size
 from ..grid import TokenGrid
 from ..hooks import Installation
+from ..options import check_counts
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Subject:
 def load_subject(
     model: str, *, size: str | None, steps: int | None, guidance: float | None, device: str | None, dtype: str | None
 ) -> Subject:
+    check_counts(steps=steps)
     place = best_device(device)
     pipe, defaults = load_pipeline(model, getattr(torch, dtype_on(place, dtype)), place)
     pipe.set_progress_bar_config(disable=True)

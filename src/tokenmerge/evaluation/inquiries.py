@@ -9,6 +9,7 @@ import torch
 
 from ..catalog import load_preset
 from ..config import TokenMergeError
+from ..options import check_counts
 from .finding import Finding
 from .hidden import load_subject
 from .locality import recolour
@@ -40,6 +41,7 @@ def inquire(
 ) -> Finding:
     """Make what `inquiry` is about, in the folder `out`."""
     check_plots()
+    check_counts(threads=threads)
     torch.set_num_threads(threads)
     name = inquiry.names[0]
     if name in LAYERS:

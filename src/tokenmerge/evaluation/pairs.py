@@ -12,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 
 from ..config import TokenMergeError
 from ..generate import best_device
+from ..options import check_counts
 from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
@@ -81,6 +82,7 @@ def compare_folders(
     prompts: one for each picture of `test` in the order of their names, for the CLIP score and for intervals, which
     take the pictures of a prompt together. Without them every picture counts as independent.
     """
+    check_counts(threads=threads)
     place = best_device(device)
     torch.set_num_threads(threads)
     originals, tests = list_pictures(reference), list_pictures(test)

@@ -92,7 +92,7 @@ def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -
         rows.sort(key=lambda row: row.configuration.knobs)
         if not rows:
             continue
-        across = [(row.denoiser_seconds if timed else None) or row.configuration.config.ratio for row in rows]
+        across = [(row.denoiser_seconds if timed else None) or _removed(row) for row in rows]
         up = [row.estimates[metric.name].mean for row in rows]
         spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
         axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
@@ -140,7 +140,7 @@ def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> No
 
 def _told(results: Results, numbered: bool) -> list[str]:
     """What the numbers beside points are, or what all points have in common."""
-    merging = {row.configuration.config.ratio for row in results.rows[1:] if row.configuration.merges}
+    merging = {_removed(row) for row in results.rows[1:] if row.configuration.merges}
     if not numbered:
         return [f"ratio {ratio:g} of tokens removed" for ratio in merging] if len(merging) == 1 else []
     if not results.settings["caches"]:
@@ -179,6 +179,12 @@ def _limits(results: Results, metric: Metric) -> tuple[float, float]:
     margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
     # No figure that is never below zero is drawn as if it could be.
     return low - margin if low < 0 else max(0.0, low - margin), high + margin
+
+
+def _removed(row: Row) -> float:
+    """The share of tokens that its configuration removes, on average over steps or blocks."""
+    config = row.configuration.config
+    return sum(config.ratios) / len(config.ratios) if config.part_ratios else config.ratio
 
 
 def _point(row: Row, metric: Metric) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import TokenMergeError
+from ..options import check_counts
 
 FLOWERS = "flowers"
 _FLOWER_FILE = Path(__file__).parent / "flowers.txt"
@@ -26,8 +27,7 @@ def read_prompts(
     source: "flowers", or a file: text with a prompt per line; CSV or TSV with a header; JSON with a list or mapping of
     texts or records, or such values line by line. column: of CSV, TSV and records, "prompt" in any case by default.
     """
-    if limit is not None and limit < 1:
-        raise TokenMergeError(f"--number is {limit}; it must be 1 or more")
+    check_counts(number=limit)
     if template is None:
         template = _FLOWER_TEMPLATE if source == FLOWERS else "{}"
     if template.count("{}") != 1:

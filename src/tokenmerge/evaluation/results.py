@@ -114,7 +114,10 @@ def _row(
             by_prompt.setdefault(sample.place, []).append(values[configuration.label, sample][metric.name])
         estimates[metric.name] = estimate(list(by_prompt.values()))
     if folder.sets(configuration).is_file():
-        estimates |= {name: Estimate(float(value)) for name, value in read_json(folder.sets(configuration)).items()}
+        known = read_json(folder.sets(configuration))
+        # Another run may have asked for others.
+        asked = [metric.name for metric in choice.of_kind("set") if metric.name in known]
+        estimates |= {name: Estimate(float(known[name])) for name in asked}
     modes = read_json(folder.modes(configuration)) if folder.modes(configuration).is_file() else {}
     return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), modes)
 

@@ -26,8 +26,9 @@ from ..config import TokenMergeError
 from ..files import digest_of, write_text
 from ..generate import Request, best_device, check_seeds, draw, picture_size, step_modes, token_counts
 from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
+from ..options import check_counts
 from ..pictures import save_picture
-from ..quality.metrics import Choice, Meter, Picture, choose_metrics
+from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from .configurations import BASELINE, Configuration, read_configurations
 from .folder import Folder, Sample, read_features, read_json, read_picture, save_features, to_json
@@ -65,11 +66,8 @@ class Task:
     tell_refused: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("repeats", 0), ("threads", 1)):
-            if getattr(self, name) < least:
-                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
-        if self.steps is not None and self.steps < 1:
-            raise TokenMergeError(f"--steps is {self.steps}; it must be 1 or more")
+        check_counts(batch=self.batch, threads=self.threads, steps=self.steps)
+        check_counts(0, repeats=self.repeats)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers, as in 0,1,2")
         check_seeds(self.seeds)
@@ -269,13 +267,18 @@ class Evaluation:
         for configuration in self._progress(left, "sets"):
             features = self._features(configuration)
             values = {metric.name: self._meter.of_sets(metric, reference, features) for metric in metrics}
-            write_text(self.folder.sets(configuration), to_json(values))
+            known = self._known_of_set(configuration)
+            write_text(self.folder.sets(configuration), to_json(_ordered({**known, **values})))
 
     def _lacking(self, configuration: Configuration) -> bool:
         """Whether metrics of its set are to be measured."""
-        path = self.folder.sets(configuration)
-        known = read_json(path) if path.is_file() else {}
+        known = self._known_of_set(configuration)
         return any(metric.name not in known for metric in self.choice.of_kind("set"))
+
+    def _known_of_set(self, configuration: Configuration) -> dict[str, Any]:
+        path = self.folder.sets(configuration)
+        known: dict[str, Any] = read_json(path) if path.is_file() else {}
+        return known
 
     def close(self) -> None:
         """Give the model up, or a search would hold that of every rung."""
@@ -354,9 +357,7 @@ class Evaluation:
             else:
                 known[metric.name] = self._meter.text(metric, sample.prompt, test)
         if wanted:
-            # In the order of the metrics, whichever came first.
-            ordered = {metric.name: known[metric.name] for metric in self.choice.metrics if metric.name in known}
-            write_text(path, to_json(ordered))
+            write_text(path, to_json(_ordered(known)))
 
     def _picture(self, configuration: Configuration, sample: Sample) -> Picture:
         return Picture(read_picture(self.folder.image(configuration, sample)))
@@ -374,3 +375,8 @@ class Evaluation:
 
         hidden = not self._processes.is_first or not items
         yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)
+
+
+def _ordered(values: dict[str, Any]) -> dict[str, Any]:
+    """By the order of the metrics, whichever came first; also those that another run of this evaluation asked for."""
+    return {name: values[name] for name in BY_NAME if name in values}

@@ -55,7 +55,8 @@ class Method(ABC, Generic[Map]):
     # What follows is given a settled config.
 
     def needs_host(self, config: MergeConfig) -> bool:
-        """Whether renewing a map takes random numbers or tables from the host, which a CUDA graph cannot record."""
+        """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
+        record."""
         return False
 
     def layout(self, token_count: int, config: MergeConfig) -> Layout:

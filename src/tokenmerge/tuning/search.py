@@ -21,6 +21,7 @@ from ..evaluation.configurations import Configuration
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
+from ..options import check_counts
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
 from .goal import Goal, Point
@@ -56,9 +57,8 @@ class Search:
     compile: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rungs", 1), ("number", 1), ("repeats", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
+        check_counts(rungs=self.rungs, number=self.number, repeats=self.repeats)
+        check_counts(0, seed=self.seed)
         if 2 ** (self.rungs - 1) > self.candidates:
             raise TokenMergeError(
                 f"--rungs is {self.rungs}, and {self.candidates} candidates are one after fewer halvings; "
