@@ -366,6 +366,21 @@ def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path)
     assert picture.read_bytes() == (finished / "images" / "none" / picture.name).read_bytes()
 
 
+@pytest.mark.parametrize("kept", ["images/none/0000-0-a.png", "values/none/0000-0-a.json", "timing/none/0000.json"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_that_nothing_says_the_settings_of_are_refused(tmp_path: Path, kept: str, resume: bool) -> None:
+    settings = {"steps": 6, "environment": {}}
+    Folder(tmp_path).begin(settings, resume=False)
+    files.write_text(tmp_path / kept, "made")
+    (tmp_path / "run.json").write_text('{"steps"')
+    with pytest.raises(TokenMergeError, match=r"run.json cannot be read .*; .*: give another --out"):
+        Folder(tmp_path).begin(settings, resume=resume)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(TokenMergeError, match=r"no run.json that says how they were made; give another --out"):
+        Folder(tmp_path).begin({**settings, "steps": 5}, resume=resume)
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TokenMergeError, match=r"No space left on device.*free some space"):
         files.write_file(tmp_path / "picture.png", lambda file: _to_full_disk())

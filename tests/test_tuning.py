@@ -287,9 +287,10 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
 
 
 def copy_of_times(finished: Path, out: Path) -> None:
-    """Seconds as they were measured, and nothing else: what is chosen depends on them."""
+    """Seconds as they were measured, with what says how, and nothing else: what is chosen depends on them."""
     for folder in (finished / "rungs").iterdir():
         shutil.copytree(folder / "timing", out / "rungs" / folder.name / "timing")
+        shutil.copy(folder / "run.json", out / "rungs" / folder.name)
 
 
 def work(out: Path) -> None:

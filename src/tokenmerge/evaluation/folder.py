@@ -32,6 +32,19 @@ from ..generate import slug
 from ..pictures import to_tensor
 from .configurations import Configuration
 
+# Files that are taken for done where they are found.
+_DONE = (
+    "images/*/*.png",
+    "values/*/*.json",
+    "features/*/*.npy",
+    "reference/*.npy",
+    "sets/*.json",
+    "modes/*.json",
+    "timing/*/*.json",
+)
+# What to do about one that is damaged.
+_MAKE_ANEW = "delete it, and go on with --resume"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -82,7 +95,13 @@ class Folder:
         record = self.root / "run.json"
         # As they will be read: JSON has neither tuples nor infinities.
         settings = json.loads(to_json(settings))
-        before = read_json(record) if record.is_file() else None
+        told = "it says how all else here was made: give another --out"
+        before = read_json(record, told) if record.is_file() else None
+        if before is None and any(any(self.root.glob(files)) for files in _DONE):
+            raise TokenMergeError(
+                f"{self.root} holds files of an evaluation, and no run.json that says how they were made; give another "
+                "--out"
+            )
         if before is not None and not resume:
             raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
         if before is not None:
@@ -121,11 +140,11 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged(path, error, way_out) from error
     return content
 
 
@@ -170,5 +189,5 @@ def read_picture(path: Path) -> Tensor:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> TokenMergeError:
-    return TokenMergeError(f"{path} cannot be read ({error}); delete it, and go on with --resume")
+def _damaged(path: Path, error: Exception, way_out: str = _MAKE_ANEW) -> TokenMergeError:
+    return TokenMergeError(f"{path} cannot be read ({error}); {way_out}")
