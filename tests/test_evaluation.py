@@ -342,6 +342,34 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
         Folder(tmp_path).begin({**asked, "nested": {"range": (-1, 680)}}, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("begun", "now", "words"),
+    [
+        (["hold", "dit"], ["hold", "dit", "toma"], "with hold, dit; toma was not among them"),
+        (["hold", "dit"], ["hold"], "with hold, dit; dit is left out now"),
+        (["hold", "dit"], ["toma", "pool"], "; toma, pool were not among them, and hold, dit are left out now"),
+        ([], ["hold"], "with none; hold was not among them"),
+        (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m schedule start 0.2, not 0.1"),
+        (
+            [f"toma:seed={seed}" for seed in range(8)],
+            ["hold"],
+            "with toma:seed=0, toma:seed=1, toma:seed=2, toma:seed=3, toma:seed=4, toma:seed=5 and 2 more; hold was",
+        ),
+    ],
+)
+def test_other_configurations_are_told_by_name(tmp_path: Path, begun: list[str], now: list[str], words: str) -> None:
+    def settings(typed: list[str]) -> dict[str, Any]:
+        made = read_configurations(typed, None, "dit")
+        return {"configurations": {item.label: item.config.to_dict() for item in made}, "environment": {}}
+
+    Folder(tmp_path).begin(settings(begun), resume=False)
+    with pytest.raises(TokenMergeError) as caught:
+        Folder(tmp_path).begin(settings(now), resume=True)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("; ask for the same, or give another --out")
+    assert "{" not in str(caught.value)
+
+
 def test_metrics_and_timed_batches_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
     for metrics, repeats in ((("mse",), 0), (("mse", "fid", "clip"), 0), (METRICS, 1)):
         results = evaluate(task(networks, metrics=metrics, repeats=repeats), tmp_path, resume=True)

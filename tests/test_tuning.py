@@ -322,7 +322,12 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path) -> None:
     before = (finished / "preset.yaml").read_text()
     with pytest.raises(TokenMergeError, match="add --resume"):
         tune(SEARCH, finished)
-    for changes, words in (({"steps": 6}, "begun with steps 5, not 6"), ({"seed": 1}, "begun with configurations")):
+    for changes, words in (
+        ({"steps": 6}, "begun with steps 5, not 6"),
+        ({"seed": 1}, "begun with --seed 0, not 1"),
+        ({"number": 2}, "begun with --number 1, not 2"),
+        ({"candidates": ALWAYS + 2}, f"begun with --candidates {ALWAYS + 1}, not {ALWAYS + 2}"),
+    ):
         with pytest.raises(TokenMergeError, match=words):
             tune(replace(SEARCH, **changes), finished, resume=True)
     assert (finished / "preset.yaml").read_text() == before

@@ -18,6 +18,7 @@ from ..adapters.loading import empty_denoiser
 from ..catalog import load_preset
 from ..config import TokenMergeError
 from ..evaluation.configurations import Configuration
+from ..evaluation.folder import Folder
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
@@ -92,6 +93,8 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
+    if resume:
+        _check_begun(search, samples[0].count, out)
     pictures = [(size + 1) * share.count for size, share in zip(sizes, samples, strict=True)]
     rungs: list[Rung] = []
     with _progress(sum(pictures) + 2 * held_out[0].count) as bar:
@@ -119,6 +122,25 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command)
     write_outcome(outcome, out)
     return outcome
+
+
+def _check_begun(search: Search, pictures: int, out: Path) -> None:
+    """Refuse to go on with a search of other options, by their names; the evaluations would name what follows from
+    them. pictures: of a candidate in the first rung."""
+    before = Folder(out / "rungs" / "1").begun()
+    if before is None:
+        return
+    # The unmerged model is no candidate.
+    candidates = len(before["configurations"]) - 1 + len(before["refused"])
+    for name, old, new in (
+        ("candidates", candidates, search.candidates),
+        ("seed", before["seeds"][0], search.seed),
+        ("number", len(before["prompts"]) * len(before["seeds"]), pictures),
+    ):
+        if old != new:
+            raise TokenMergeError(
+                f"{out} was begun with --{name} {old}, not {new}; ask for the same, or give another --out"
+            )
 
 
 def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
