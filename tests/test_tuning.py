@@ -303,7 +303,7 @@ def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
     copy_of_times(finished, tmp_path)
     command = [sys.executable, "-m", "tokenmerge", *COMMAND, "--budget", "mse=1e5", "--resume", "--out", str(tmp_path)]
     printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/dit*/*.png")))
-    assert "go on with --resume" in printed
+    assert f"tokenmerge: what was made is kept in {tmp_path}; go on with --resume\n" in printed
     for stage in ("rungs/2/images/*_*", "rungs/held-out-1/images/none"):
         child = SERVER.Process(target=work, args=(tmp_path,))
         child.start()

@@ -25,7 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TokenMergeError as error:
         print(f"tokenmerge: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        # After a bar, which has no end of line.
+        for told in interrupt.args:
+            print(f"\ntokenmerge: {told}", file=sys.stderr)
         print("tokenmerge: interrupted", file=sys.stderr)
         return 130
     return 0

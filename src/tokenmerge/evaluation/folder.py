@@ -172,6 +172,12 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 
+def interrupted(out: Path) -> KeyboardInterrupt:
+    """An interrupt that tells how to go on, where there is something to go on with."""
+    told = [f"what was made is kept in {out}; go on with --resume"] if out.is_dir() else []
+    return KeyboardInterrupt(*told)
+
+
 def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

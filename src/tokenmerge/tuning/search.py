@@ -18,7 +18,7 @@ from ..adapters.loading import empty_denoiser
 from ..catalog import load_preset
 from ..config import TokenMergeError
 from ..evaluation.configurations import Configuration
-from ..evaluation.folder import Folder
+from ..evaluation.folder import Folder, interrupted
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
@@ -82,6 +82,14 @@ class Search:
 
 def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") -> Outcome:
     """Search in the folder `out`, and write there the front, its plot and the preset that was found."""
+    try:
+        return _tune(search, out, resume=resume, command=command)
+    except KeyboardInterrupt as interrupt:
+        # In place of what the evaluation of a rung says, which names its own folder.
+        raise interrupted(out) from interrupt
+
+
+def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     check_plots()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
