@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -410,13 +410,18 @@ def part_of(values: tuple[float, ...], share: float) -> float:
     return values[min(len(values) - 1, max(0, int(share * len(values))))]
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The known name that is nearest to another one, as part of an error; nothing where none is near."""
+    near = get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def _check_names(given: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse options that are no fields, as Python does with arguments."""
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
             raise TypeError(
-                f"there is no option {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}; "
+                f"there is no option {name!r}{did_you_mean(name, known)}; "
                 "options are the fields of tokenmerge.MergeConfig and tokenmerge.Schedule, which help() lists"
             )
 
@@ -457,11 +462,15 @@ def _check_types(config: Any) -> None:
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
     known = {item.name for item in fields(cls)}
     # Names need not be texts in YAML.
-    unknown = sorted(repr(name) for name in values if name not in known)
-    if unknown:
+    unknown = sorted((name for name in values if name not in known), key=repr)
+    timing = [name for name in unknown if name in {item.name for item in fields(Schedule)}]
+    if timing:
         raise TokenMergeError(
-            f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}"
+            f"{timing[0]} belongs under schedule, as in schedule: {{{timing[0]}: {values[timing[0]]}}}"
         )
+    if unknown:
+        told = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+        raise TokenMergeError(f"{cls.__name__} has no field {told}; its fields are {', '.join(sorted(known))}")
     return cls(**values)
 
 
