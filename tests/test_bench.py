@@ -12,10 +12,11 @@ import torch
 
 import tiny
 import tokenmerge
-from tokenmerge import bench
+from tokenmerge import TokenMergeError, bench
 from tokenmerge.adapters import denoiser_of, family_of
 from tokenmerge.adapters.loading import empty_denoiser
 from tokenmerge.adapters.sizes import RANDOM_MODELS
+from tokenmerge.api import config_for
 from tokenmerge.bench import comparison
 from tokenmerge.bench.candidates import typical_step, visits
 from tokenmerge.bench.timing import Loop, begin_image
@@ -78,6 +79,18 @@ def test_held_blocks_come_once_whatever_ratios_are_asked_for(presets: list[str],
     found = bench.candidates_for(tiny.sdxl_unet(), presets, (0.5, 0.75), changes)
     (held,) = [candidate.config for candidate in found if candidate.config and candidate.config.holds]
     assert held == tokenmerge.presets()["hold"]
+
+
+@pytest.mark.parametrize("ratios", [(), (0.5,)])
+def test_a_misspelt_preset_comes_with_the_nearest(ratios: tuple[float, ...]) -> None:
+    with pytest.raises(TokenMergeError, match=r"'defualt' is unknown \(did you mean 'default'\?\)"):
+        bench.candidates_for(tiny.sdxl_unet(), ["hold", "defualt"], ratios, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": 0.25}, {"method": "tofu"}])
+def test_the_default_has_a_name_everywhere(options: dict[str, Any]) -> None:
+    unet = tiny.sdxl_unet()
+    assert config_for(unet, preset="default", **options) == config_for(unet, **options)
 
 
 def test_without_a_ratio_each_preset_has_its_own() -> None:

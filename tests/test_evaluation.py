@@ -621,7 +621,11 @@ def test_caches_as_typed_with_configurations() -> None:
     ("typed", "words"),
     [
         (["nothing"], "preset 'nothing' is unknown"),
+        (["defualt"], "preset 'defualt' is unknown (did you mean 'default'?); use one of toma, "),
+        (["nothing"], ", dit-anchored, default, or the path of"),
+        (["toma-tiles"], "(did you mean 'toma-tile'?)"),
         (["toma:colour=red"], "no field 'colour'"),
+        (["toma:ratoi=0.5"], "no field 'ratoi' (did you mean 'ratio'?)"),
         (["toma:ratio=much"], "ratio cannot be 'much'"),
         (["toma:ratio=2"], "ratio is 2.0"),
         (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
-from .catalog import default_preset, load_preset
+from .catalog import DEFAULT, default_preset, load_preset
 from .compiling import compiled_state
 from .config import MergeConfig, TokenMergeError
 from .grid import TokenGrid
@@ -217,7 +217,9 @@ def resolve_config(
         raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
-    base = config or load_preset(preset or default_preset(options, family.merging))
+    if preset is None or preset == DEFAULT:
+        preset = default_preset(options, family.merging)
+    base = config or load_preset(preset)
     return base.changed(**options) if options else base
 
 
