@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import MergeConfig, Schedule, TokenMergeError, did_you_mean
+from .config import MergeConfig, Schedule, TokenMergeError, did_you_mean, one_by_one
 
 # Among names of presets: what is taken where none is named.
 DEFAULT = "default"
@@ -62,6 +62,7 @@ def presets() -> dict[str, MergeConfig]:
 def default_preset(options: Mapping[str, Any], merging: str) -> str:
     """Where none is named: a method's own, or else blocks are held, which changes pictures least (docs/fidelity.md).
     merging: what a family merges by, where an option asks for that."""
+    options = one_by_one(options)
     method = options.get("method")
     if method in _NAMESAKES:
         return str(method)

@@ -341,14 +341,15 @@ class MergeConfig:
         return Regions.parse(self.merge_regions or self.regions)
 
     def replace(self, **changes: Any) -> MergeConfig:
-        """A copy with fields changed. Fields of `Schedule` may be given directly."""
+        """A copy with fields changed. Fields of `Schedule` may be given directly, or as a mapping named `schedule`; a
+        whole `Schedule` replaces all of them."""
+        changes = one_by_one(changes)
         schedule_names = {item.name for item in fields(Schedule)}
         _check_names(changes, [*(item.name for item in fields(self)), *sorted(schedule_names)])
         timing = {name: changes.pop(name) for name in list(changes) if name in schedule_names}
-        if timing:
-            schedule = changes.get("schedule", self.schedule)
-            known = schedule if isinstance(schedule, Schedule) else _from_mapping(Schedule, schedule)
-            changes["schedule"] = replace(known, **timing)
+        schedule = changes.get("schedule", self.schedule)
+        if timing and isinstance(schedule, Schedule):
+            changes["schedule"] = replace(schedule, **timing)
         return replace(self, **changes)
 
     def changed(self, **options: Any) -> MergeConfig:
@@ -403,6 +404,15 @@ class MergeConfig:
             place = (mark.line + 1, mark.column + 1) if mark else None
             raise _unreadable("YAML", getattr(error, "problem", None) or str(error), place) from error
         return cls.from_dict(_loaded_mapping(values, "YAML"))
+
+
+def one_by_one(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the fields of a schedule that is given as a mapping as if they were given by themselves."""
+    schedule = options.get("schedule")
+    if not isinstance(schedule, Mapping):
+        return dict(options)
+    _refuse_unknown(Schedule, schedule)
+    return {**schedule, **{name: value for name, value in options.items() if name != "schedule"}}
 
 
 def part_of(values: tuple[float, ...], share: float) -> float:
@@ -460,6 +470,11 @@ def _check_types(config: Any) -> None:
 
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
+    _refuse_unknown(cls, values)
+    return cls(**values)
+
+
+def _refuse_unknown(cls: Any, values: Mapping[str, Any]) -> None:
     known = {item.name for item in fields(cls)}
     # Names need not be texts in YAML.
     unknown = sorted((name for name in values if name not in known), key=repr)
@@ -471,7 +486,6 @@ def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
     if unknown:
         told = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
         raise TokenMergeError(f"{cls.__name__} has no field {told}; its fields are {', '.join(sorted(known))}")
-    return cls(**values)
 
 
 # What a text that is read as a config must hold.
