@@ -232,9 +232,11 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
-    way_out = "For so few steps merge at every one: start=0, anchor_every=0."
-    if held:
-        way_out = "For so few steps begin at once, with start=0, or merge at every one: start=0, anchor_every=0."
+    way_out = "merge at every one: start=0, anchor_every=0"
+    # A single step would be an anchor, wherever blocks begin to be held.
+    if held and sum(steps.values()) > 1:
+        way_out = f"begin at once, with start=0, or {way_out}"
+    way_out = f"For so few steps, at more drift, {way_out}."
     return f"Steps of the last image: {told}: nothing was saved. {way_out}"
 
 
