@@ -351,7 +351,10 @@ def draw(
 
 
 def token_counts(pipe: Any) -> str:
-    return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
+    """Tokens before and after merging, of every group; nothing of held blocks, which run on all or not at all."""
+    summary = api.summary(pipe)
+    groups = () if summary.plan is None or summary.plan.config.holds else summary.groups
+    return ", ".join(dict.fromkeys(str(group["tokens"]) for group in groups))
 
 
 def step_modes(pipe: Any) -> dict[str, int]:
