@@ -357,8 +357,8 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "neither of --budget and --speed-up"),
-        (["--budget", "mse=9", "--speed-up", "2"], "both of --budget and --speed-up"),
+        ([], "neither --budget nor --speed-up was given"),
+        (["--budget", "mse=9", "--speed-up", "2"], "both --budget and --speed-up were given"),
         (["--budget", "mse=much"], "is not understood"),
         (["--budget", "mse=-1"], "must be positive"),
         (["--budget", "mse=nan"], "must be positive"),
@@ -367,7 +367,9 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--speed-up", "1", "--metric", "mse"], "must be above 1"),
         (["--speed-up", "2", "--metric", "dino", "--dino", "no/dino"], "or use --metric mse"),
         (["--budget", "dino=2", "--dino", "no/dino"], "or use --budget mse=100"),
-        (["--budget", "mse=9", "--candidates", "5"], "--candidates is 5"),
+        (["--budget", "mse=9", "--candidates", "5"], "is 5; it must be from 6, which are always tried, to 1000"),
+        (["--budget", "mse=9", "--candidates", "0"], "is 0; it must be from 6, which are always tried, to 1000"),
+        (["--budget", "mse=9", "--candidates", "6", "--rungs", "4"], "use fewer rungs"),
         (["--budget", "mse=9", "--rungs", "0"], "--rungs is 0"),
         (["--budget", "mse=9", "--rungs", "9"], "use fewer rungs"),
         (["--budget", "mse=9", "--repeats", "0"], "--repeats is 0"),

@@ -60,11 +60,6 @@ class Search:
         for name, least in (("rungs", 1), ("number", 1), ("repeats", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise TokenMergeError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
-        if 2 ** (self.rungs - 1) > self.candidates:
-            raise TokenMergeError(
-                f"--rungs is {self.rungs}, and {self.candidates} candidates are one after fewer halvings; "
-                "use fewer rungs or more --candidates"
-            )
 
     def task(self, configurations: Sequence[Configuration], share: Share) -> Task:
         names = ("model", "steps", "guidance", "size", "sources", "batch", "repeats", "threads", "device", "dtype")
@@ -97,6 +92,11 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     # What writes the preset in the end must be there.
     load_preset(merging).to_yaml()
     configurations = list(draw_candidates(merging, search.candidates, search.seed))
+    if 2 ** (search.rungs - 1) > search.candidates:
+        raise TokenMergeError(
+            f"--rungs is {search.rungs}, and {search.candidates} candidates are one after fewer halvings; "
+            "use fewer rungs or more --candidates"
+        )
     sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
