@@ -334,6 +334,15 @@ def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path
         evaluate(replace(small, configurations=changed), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: bool) -> None:
+    told = f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n"
+    Folder(tmp_path / "out").begin({"environment": {}}, resume=resume)
+    assert capsys.readouterr().err == (told if resume else "")
+    Folder(tmp_path / "out").begin({"environment": {}}, resume=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Path) -> None:
     asked = {"size": (4, 4), "threshold": float("inf"), "nested": {"range": (-1, 681)}, "environment": {}}
     kept = Folder(tmp_path).begin(asked, resume=False)

@@ -304,6 +304,7 @@ def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenmerge", *COMMAND, "--budget", "mse=1e5", "--resume", "--out", str(tmp_path)]
     printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/dit*/*.png")))
     assert f"tokenmerge: what was made is kept in {tmp_path}; go on with --resume\n" in printed
+    assert "begins anew" not in printed
     for stage in ("rungs/2/images/*_*", "rungs/held-out-1/images/none"):
         child = SERVER.Process(target=work, args=(tmp_path,))
         child.start()
@@ -343,6 +344,7 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert not found["reached"]
+    assert "begins anew" not in printed.err
     error = printed.err.splitlines()[-1]
     assert "nothing that was tried has a speed-up of 50x or more" in error
     assert found["chosen"]["label"] == max(found["rungs"][-1]["points"], key=lambda one: one["speed_up"])["label"]
@@ -393,6 +395,12 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert error.startswith("tokenmerge: ")
     assert words in error
     assert not list(tmp_path.iterdir())
+
+
+def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "mse=9", "--size", "70x70", "--resume", "--out", str(tmp_path / "out")]
+    assert main(["tune", "--device", "cpu", *options]) == 2
+    assert f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

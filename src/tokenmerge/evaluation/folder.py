@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ class Folder:
                 f"{self.root} holds files of an evaluation, and no run.json that says how they were made; give another "
                 "--out"
             )
+        if before is None and resume:
+            tell_new(self.root)
         if before is not None and not resume:
             raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
         if before is not None:
@@ -170,6 +173,11 @@ def _difference(name: str, old: Any, new: Any, *, may_grow: bool = False) -> str
 def _short(value: Any) -> str:
     text = "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def tell_new(out: Path) -> None:
+    """To those who would go on where nothing is: the folder may be misspelt."""
+    print(f"tokenmerge: {out} holds nothing yet: begins anew", file=sys.stderr)
 
 
 def interrupted(out: Path) -> KeyboardInterrupt:

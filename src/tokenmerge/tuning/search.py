@@ -18,7 +18,7 @@ from ..adapters.loading import empty_denoiser
 from ..catalog import load_preset
 from ..config import TokenMergeError
 from ..evaluation.configurations import Configuration
-from ..evaluation.folder import Folder, interrupted
+from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
@@ -101,8 +101,11 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
-    if resume:
-        _check_begun(search, samples[0].count, out)
+    begun = Folder(out / "rungs" / "1").begun() if resume else None
+    if begun is not None:
+        _check_begun(search, samples[0].count, begun, out)
+    elif resume:
+        tell_new(out)
     pictures = [(size + 1) * share.count for size, share in zip(sizes, samples, strict=True)]
     rungs: list[Rung] = []
     with _progress(sum(pictures) + 2 * held_out[0].count) as bar:
@@ -132,12 +135,9 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     return outcome
 
 
-def _check_begun(search: Search, pictures: int, out: Path) -> None:
+def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Path) -> None:
     """Refuse to go on with a search of other options, by their names; the evaluations would name what follows from
-    them. pictures: of a candidate in the first rung."""
-    before = Folder(out / "rungs" / "1").begun()
-    if before is None:
-        return
+    them. pictures: of a candidate in the first rung. before: what its evaluation was asked for."""
     # The unmerged model is no candidate.
     candidates = len(before["configurations"]) - 1 + len(before["refused"])
     for name, old, new in (
@@ -153,7 +153,9 @@ def _check_begun(search: Search, pictures: int, out: Path) -> None:
 
 def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
     """One evaluation, the unmerged model with it."""
-    results = evaluate(search.task(configurations, share), folder, resume=resume)
+    # The rungs of a search that goes on need not be there yet.
+    goes_on = resume and Folder(folder).begun() is not None
+    results = evaluate(search.task(configurations, share), folder, resume=goes_on)
     if results is None:
         raise RuntimeError("one process has no other to leave the results to")
     baseline, *points = _points(results, search.goal)
