@@ -248,6 +248,17 @@ def test_an_unknown_model_is_told_alike_and_at_once(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["eval --metrics mse", "reproduce table2 --metrics mse", "tune --budget mse=100"])
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_file_in_the_place_of_a_folder_is_told(
+    command: str, resume: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "afile").write_text("mine")
+    assert run(*command.split(), "--device", "cpu", "--out", str(tmp_path / "afile"), *resume) == 2
+    assert capsys.readouterr().err == f"tokenmerge: {tmp_path / 'afile'} is a file, not a folder; give another --out\n"
+    assert (tmp_path / "afile").read_text() == "mine"
+
+
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("presets") == 0
     assert "toma-once" in capsys.readouterr().out

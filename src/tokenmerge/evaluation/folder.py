@@ -28,7 +28,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import TokenMergeError
-from ..files import PARTIAL, write_file, write_text
+from ..files import PARTIAL, check_folder, write_file, write_text
 from ..generate import slug
 from ..pictures import to_tensor
 from .configurations import BASELINE, Configuration
@@ -67,6 +67,9 @@ class Folder:
     """Paths of an evaluation."""
 
     root: Path
+
+    def __post_init__(self) -> None:
+        check_folder(self.root)
 
     def image(self, configuration: Configuration, sample: Sample) -> Path:
         return self.root / "images" / configuration.folder / f"{sample.name}.png"

@@ -22,6 +22,7 @@ from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
+from ..files import check_folder
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
 from .goal import Goal, Point
@@ -86,6 +87,7 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
 
 def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     check_plots()
+    check_folder(out)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     merging = family_of(empty_denoiser(search.model)[0]).merging
