@@ -118,7 +118,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str], o
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("missing/model", [], "no folder here, and the hub has no model of that name"),
+        ("missing/model", [], "there is no folder "),
         ("empty", [], "model_index.json or config.json"),
         ("other", [], "PriorTransformer"),
         ("vae", [], "without a unet or transformer"),
@@ -147,6 +147,32 @@ def test_bad_input_is_one_line_that_says_what_to_do(
     assert printed.err.startswith("tokenmerge: ")
     assert printed.err.count("\n") == 1
     assert words in printed.err
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval --metrics mse", "tune --budget mse=100"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("/nope/folder", "there is no folder /nope/folder; give a bundled name (tiny-flux, tiny-sdxl)"),
+        ("./tiny-flux", "there is no folder ./tiny-flux; "),
+        ("../nope", "there is no folder ../nope; "),
+        ("~/nope", "there is no folder ~/nope; "),
+        ("no/such/model", "it is no folder here, and the hub has no model of that name"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_not_looked_for_in_the_hub(
+    command: str,
+    model: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(*command.split(), "--model", model) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
