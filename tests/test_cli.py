@@ -230,6 +230,41 @@ def test_options_of_another_type_are_told_in_words(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "--stpes", "3"], "eval has no option --stpes (did you mean '--steps'?); tokenmerge eval --help"),
+        (["tune", "--speedup=2"], "tune has no option --speedup (did you mean '--speed-up'?)"),
+        (["generate", "a rose", "--anchor_every", "3"], "(did you mean '--anchor-every'?)"),
+        # Where what is needed was misspelt.
+        (["plan", "--modle", "tiny-flux"], "plan has no option --modle (did you mean '--model'?)"),
+        # Written in part.
+        (["bench", "--dev", "cpu"], "bench has no option --dev (did you mean '--device'?)"),
+        (["generate", "-steps", "3"], "generate has no option -steps (did you mean '--steps'?)"),
+        (["presets", "--frobnicate"], "presets has no option --frobnicate; tokenmerge presets --help lists"),
+        (["eval", "@FILE"], "eval has no option --sedes (did you mean '--seeds'?)"),
+    ],
+)
+def test_a_misspelt_option_comes_with_the_nearest(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "arguments").write_text("--sedes\n0,1\n")
+    assert run(*(word.replace("FILE", str(tmp_path / "arguments")) for word in arguments)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("tokenmerge: ")
+    assert printed.count("\n") == 1
+    assert words in printed
+
+
+def test_two_dashes_end_the_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("generate", "--steps", "0", "--", "--a rose") == 2
+    assert run("generate", "--steps", "0", "--", "--rose") == 2
+    assert capsys.readouterr().err == 2 * "tokenmerge: --steps is 0; it must be 1 or more\n"
+
+
 @pytest.mark.parametrize("command", ["generate", "plan", "bench", "eval", "reproduce", "metrics", "tune", "presets"])
 def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
