@@ -19,6 +19,7 @@ from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
+from .catalog import DEFAULT
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
@@ -162,6 +163,15 @@ def make_picture(
         config = api.config_for(pipe, preset=preset, **changes, **({} if ratio is None else {"ratio": ratio}))
         if show_destinations and config.holds:
             raise TokenMergeError("--show-destinations shows what merges, and blocks are held; give a --ratio to merge")
+        # Models without caches are told so when one is tried.
+        if step_cache and config.holds and hasattr(denoiser_of(pipe), "enable_cache"):
+            # What holds because it was asked for takes neither.
+            given = {**changes, **({} if preset in (None, DEFAULT) else {"preset": preset})}
+            asked = [f"--{name}" for name in ("preset", "method") if name in given]
+            raise TokenMergeError(
+                f"the {step_cache.name} cache skips steps, and between anchors blocks are held already; leave out "
+                f"--cache, or add --ratio 0.5 or --method none{' in place of ' + ' and '.join(asked) if asked else ''}"
+            )
         variants.append(Variant(_label(config, step_cache), config, step_cache))
     if way:
         compile_as(pipe, way)
