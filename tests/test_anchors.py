@@ -685,11 +685,20 @@ def test_gaps_stay_within_fp16() -> None:
     assert _clipped(tokens + tokens).tolist() == [largest, -largest, 2.0]
 
 
-def test_so_few_steps_that_nothing_is_held_say_so() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), preset="hold")
-    tiny.draw(pipe, steps=2)
-    told = str(tokenmerge.summary(pipe))
-    assert "1 whole, 1 whole (anchors): nothing was saved. For so few steps begin at once" in told
+@pytest.mark.parametrize(
+    ("options", "steps", "told", "way_out"),
+    [
+        ({"preset": "hold"}, 2, "1 whole, 1 whole (anchors)", "begin at once, with start=0, or merge at every one"),
+        ({"preset": "hold"}, 1, "1 whole", "merge at every one"),
+        ({"preset": "hold", "start": 0.0}, 1, "1 whole (anchors)", "merge at every one"),
+        ({"ratio": 0.5}, 2, "1 whole, 1 whole and merged (anchors)", "merge at every one"),
+    ],
+)
+def test_so_few_steps_that_nothing_is_held_say_so(options: dict[str, Any], steps: int, told: str, way_out: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), **options)
+    tiny.draw(pipe, steps=steps)
+    expected = f"{told}: nothing was saved. For so few steps, at more drift, {way_out}: start=0, anchor_every=0."
+    assert expected in str(tokenmerge.summary(pipe))
 
 
 @pytest.mark.parametrize("method", ["tomesd", "tofu"])

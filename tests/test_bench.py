@@ -12,10 +12,11 @@ import torch
 
 import tiny
 import tokenmerge
-from tokenmerge import bench
+from tokenmerge import TokenMergeError, bench
 from tokenmerge.adapters import denoiser_of, family_of
 from tokenmerge.adapters.loading import empty_denoiser
 from tokenmerge.adapters.sizes import RANDOM_MODELS
+from tokenmerge.api import config_for
 from tokenmerge.bench import comparison
 from tokenmerge.bench.candidates import typical_step, visits
 from tokenmerge.bench.timing import Loop, begin_image
@@ -88,6 +89,18 @@ def test_ratios_of_parts_come_once_whatever_ratios_are_asked_for(name: str, tmp_
     assert [item.label for item in found] == ["unpatched", f"{path} 0.25/0.75", "todo 0.5", "todo 0.75"]
     found = bench.candidates_for(tiny.sdxl_unet(), ["default"], (0.5, 0.75), {name: (0.25, 0.75)})
     assert [item.label for item in found[1:]] == ["lower-bound of default 0.25/0.75", "default 0.25/0.75"]
+
+
+@pytest.mark.parametrize("ratios", [(), (0.5,)])
+def test_a_misspelt_preset_comes_with_the_nearest(ratios: tuple[float, ...]) -> None:
+    with pytest.raises(TokenMergeError, match=r"'defualt' is unknown \(did you mean 'default'\?\)"):
+        bench.candidates_for(tiny.sdxl_unet(), ["hold", "defualt"], ratios, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio": 0.25}, {"method": "tofu"}])
+def test_the_default_has_a_name_everywhere(options: dict[str, Any]) -> None:
+    unet = tiny.sdxl_unet()
+    assert config_for(unet, preset="default", **options) == config_for(unet, **options)
 
 
 def test_without_a_ratio_each_preset_has_its_own() -> None:

@@ -119,7 +119,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str], o
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        ("missing/model", [], "no folder here, and the hub has no model of that name"),
+        ("missing/model", [], "there is no folder "),
         ("empty", [], "model_index.json or config.json"),
         ("other", [], "PriorTransformer"),
         ("vae", [], "without a unet or transformer"),
@@ -150,6 +150,32 @@ def test_bad_input_is_one_line_that_says_what_to_do(
     assert printed.err.startswith("tokenmerge: ")
     assert printed.err.count("\n") == 1
     assert words in printed.err
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval --metrics mse", "tune --budget mse=100"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("/nope/folder", "there is no folder /nope/folder; give a bundled name (tiny-flux, tiny-sdxl)"),
+        ("./tiny-flux", "there is no folder ./tiny-flux; "),
+        ("../nope", "there is no folder ../nope; "),
+        ("~/nope", "there is no folder ~/nope; "),
+        ("no/such/model", "it is no folder here, and the hub has no model of that name"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_not_looked_for_in_the_hub(
+    command: str,
+    model: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(*command.split(), "--model", model) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hub_id_without_a_network_is_one_line(models: Path) -> None:
@@ -207,6 +233,41 @@ def test_options_of_another_type_are_told_in_words(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "--stpes", "3"], "eval has no option --stpes (did you mean '--steps'?); tokenmerge eval --help"),
+        (["tune", "--speedup=2"], "tune has no option --speedup (did you mean '--speed-up'?)"),
+        (["generate", "a rose", "--anchor_every", "3"], "(did you mean '--anchor-every'?)"),
+        # Where what is needed was misspelt.
+        (["plan", "--modle", "tiny-flux"], "plan has no option --modle (did you mean '--model'?)"),
+        # Written in part.
+        (["bench", "--dev", "cpu"], "bench has no option --dev (did you mean '--device'?)"),
+        (["generate", "-steps", "3"], "generate has no option -steps (did you mean '--steps'?)"),
+        (["presets", "--frobnicate"], "presets has no option --frobnicate; tokenmerge presets --help lists"),
+        (["eval", "@FILE"], "eval has no option --sedes (did you mean '--seeds'?)"),
+    ],
+)
+def test_a_misspelt_option_comes_with_the_nearest(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "arguments").write_text("--sedes\n0,1\n")
+    assert run(*(word.replace("FILE", str(tmp_path / "arguments")) for word in arguments)) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("tokenmerge: ")
+    assert printed.count("\n") == 1
+    assert words in printed
+
+
+def test_two_dashes_end_the_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("generate", "--steps", "0", "--", "--a rose") == 2
+    assert run("generate", "--steps", "0", "--", "--rose") == 2
+    assert capsys.readouterr().err == 2 * "tokenmerge: --steps is 0; it must be 1 or more\n"
+
+
 @pytest.mark.parametrize("command", ["generate", "plan", "bench", "eval", "reproduce", "metrics", "tune", "presets"])
 def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
@@ -249,6 +310,17 @@ def test_an_unknown_model_is_told_alike_and_at_once(
     told = f"tokenmerge: model {model!r} is not bundled (tiny-flux, tiny-sdxl are), {why}; {way}\n"
     assert capsys.readouterr().err.endswith(told)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["eval --metrics mse", "reproduce table2 --metrics mse", "tune --budget mse=100"])
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_file_in_the_place_of_a_folder_is_told(
+    command: str, resume: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "afile").write_text("mine")
+    assert run(*command.split(), "--device", "cpu", "--out", str(tmp_path / "afile"), *resume) == 2
+    assert capsys.readouterr().err == f"tokenmerge: {tmp_path / 'afile'} is a file, not a folder; give another --out\n"
+    assert (tmp_path / "afile").read_text() == "mine"
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -142,6 +143,21 @@ def test_replace_takes_fields_of_the_schedule_too() -> None:
     assert (config.ratio, config.schedule) == (0.25, Schedule(weights_every=2, stop=0.9))
 
 
+@pytest.mark.parametrize("timing", [{"start": 0.1}, {"stop": 0.9, "anchor_every": 4}, {}])
+def test_a_mapping_changes_the_fields_of_the_schedule_it_names(timing: dict[str, Any]) -> None:
+    hold = load_preset("hold")
+    assert hold.changed(schedule=timing) == hold.changed(**timing)
+    assert hold.changed(schedule=timing, start=0.3) == hold.changed(**{**timing, "start": 0.3})
+    with pytest.raises(TokenMergeError, match="Schedule has no field 'ratio'"):
+        hold.replace(schedule={**timing, "ratio": 0.5})
+
+
+def test_a_whole_schedule_replaces_all_of_it() -> None:
+    unet = load_preset("unet-anchored")
+    assert unet.replace(schedule=Schedule(start=0.1)).schedule == Schedule(start=0.1)
+    assert unet.replace(schedule=Schedule(start=0.1), stop=0.9).schedule == Schedule(start=0.1, stop=0.9)
+
+
 @pytest.mark.parametrize("name", ["toma", "toma-stripe", "toma-tile", "toma-once", "lower-bound", "none"])
 def test_the_papers_variants_are_presets(name: str) -> None:
     assert load_preset(name) == presets()[name]
@@ -160,7 +176,10 @@ def test_the_papers_variants_are_presets(name: str) -> None:
         ({"start": 0.1, "regions": "tile"}, "unet"),
         ({"coverage": 0.9}, "unet"),
         ({"sites": "component"}, "unet"),
-        ({"schedule": {"start": 0.1}}, "unet"),
+        ({"schedule": {"start": 0.1}}, "hold"),
+        ({"schedule": {"start": 0.1}, "ratio": 0.5}, "unet"),
+        ({"schedule": {"anchor_every": 0}}, "unet"),
+        ({"schedule": Schedule(start=0.1)}, "unet"),
         ({"method": "random", "start": 0.1}, "unet"),
         ({"method": "tomesd", "ratio": 0.5}, "tomesd"),
         ({"raito": 0.5}, "unet"),
@@ -200,7 +219,11 @@ def test_presets_come_from_files_too(tmp_path: Path) -> None:
         ("a.yml", "- ratio: 0.5", ("holds a list",)),
         ("a.yaml", "toma", ("holds a str",)),
         ("a.yaml", "", ("holds nothing",)),
-        ("a.yaml", "1: 2\nratios: 3", ("no field 'ratios', 1",)),
+        ("a.yaml", "1: 2\nratios: 3", ("no field 'ratios' (did you mean 'ratio'?), 1;",)),
+        ("a.yaml", "ratoi: 0.5", ("no field 'ratoi' (did you mean 'ratio'?)",)),
+        ("a.yaml", "schedule: {strat: 0.2}", ("Schedule has no field 'strat' (did you mean 'start'?)",)),
+        ("a.yaml", "start: 0.2", ("start belongs under schedule, as in schedule: {start: 0.2}",)),
+        ("a.json", '{"ratio": 0.5, "anchor_every": 3}', ("anchor_every belongs under schedule",)),
         ("a.yaml", "schedule: 5", ("schedule is 5",)),
         ("a.yaml", "ratio: é".encode("latin-1"), ("UTF-8",)),
     ],

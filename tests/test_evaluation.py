@@ -351,12 +351,49 @@ def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path
         evaluate(replace(small, configurations=changed), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: bool) -> None:
+    told = f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n"
+    Folder(tmp_path / "out").begin({"environment": {}}, resume=resume)
+    assert capsys.readouterr().err == (told if resume else "")
+    Folder(tmp_path / "out").begin({"environment": {}}, resume=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Path) -> None:
     asked = {"size": (4, 4), "threshold": float("inf"), "nested": {"range": (-1, 681)}, "environment": {}}
     kept = Folder(tmp_path).begin(asked, resume=False)
     assert Folder(tmp_path).begin(asked, resume=True) == kept
     with pytest.raises(TokenMergeError, match="begun with nested range"):
         Folder(tmp_path).begin({**asked, "nested": {"range": (-1, 680)}}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "words"),
+    [
+        (["hold", "dit"], ["hold", "dit", "toma"], "with hold, dit; toma was not among them"),
+        (["hold", "dit"], ["hold"], "with hold, dit; dit is left out now"),
+        (["hold", "dit"], ["toma", "pool"], "; toma, pool were not among them, and hold, dit are left out now"),
+        ([], ["hold"], "with none; hold was not among them"),
+        (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m schedule start 0.2, not 0.1"),
+        (
+            [f"toma:seed={seed}" for seed in range(8)],
+            ["hold"],
+            "with toma:seed=0, toma:seed=1, toma:seed=2, toma:seed=3, toma:seed=4, toma:seed=5 and 2 more; hold was",
+        ),
+    ],
+)
+def test_other_configurations_are_told_by_name(tmp_path: Path, begun: list[str], now: list[str], words: str) -> None:
+    def settings(typed: list[str]) -> dict[str, Any]:
+        made = read_configurations(typed, None, "dit")
+        return {"configurations": {item.label: item.config.to_dict() for item in made}, "environment": {}}
+
+    Folder(tmp_path).begin(settings(begun), resume=False)
+    with pytest.raises(TokenMergeError) as caught:
+        Folder(tmp_path).begin(settings(now), resume=True)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("; ask for the same, or give another --out")
+    assert "{" not in str(caught.value)
 
 
 def test_metrics_and_timed_batches_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
@@ -381,6 +418,21 @@ def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path)
     picture.unlink()
     evaluate(small, tmp_path, resume=True)
     assert picture.read_bytes() == (finished / "images" / "none" / picture.name).read_bytes()
+
+
+@pytest.mark.parametrize("kept", ["images/none/0000-0-a.png", "values/none/0000-0-a.json", "timing/none/0000.json"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_that_nothing_says_the_settings_of_are_refused(tmp_path: Path, kept: str, resume: bool) -> None:
+    settings = {"steps": 6, "environment": {}}
+    Folder(tmp_path).begin(settings, resume=False)
+    files.write_text(tmp_path / kept, "made")
+    (tmp_path / "run.json").write_text('{"steps"')
+    with pytest.raises(TokenMergeError, match=r"run.json cannot be read .*; .*: give another --out"):
+        Folder(tmp_path).begin(settings, resume=resume)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(TokenMergeError, match=r"no run.json that says how they were made; give another --out"):
+        Folder(tmp_path).begin({**settings, "steps": 5}, resume=resume)
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -606,7 +658,11 @@ def test_caches_as_typed_with_configurations() -> None:
     ("typed", "words"),
     [
         (["nothing"], "preset 'nothing' is unknown"),
+        (["defualt"], "preset 'defualt' is unknown (did you mean 'default'?); use one of toma, "),
+        (["nothing"], ", dit-anchored, default, or the path of"),
+        (["toma-tiles"], "(did you mean 'toma-tile'?)"),
         (["toma:colour=red"], "no field 'colour'"),
+        (["toma:ratoi=0.5"], "no field 'ratoi' (did you mean 'ratio'?)"),
         (["toma:ratio=much"], "ratio cannot be 'much'"),
         (["toma:ratio=2"], "ratio is 2.0"),
         (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),

@@ -100,21 +100,30 @@ def test_a_coverage_target_is_an_option(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("options", "modes"),
-    [(["--ratio", "0.5"], {"full": 1, "anchor": 1}), (["--start", "0", "--anchor-every", "0"], {"merged": 2})],
+    ("options", "modes", "tokens"),
+    [
+        (["--ratio", "0.5"], {"full": 1, "anchor": 1}, "64 -> 32"),
+        (["--start", "0", "--anchor-every", "0"], {"merged": 2}, "64 -> 32"),
+        # Blocks that are held have none between.
+        (["--start", "0"], {"anchor": 1, "merged": 1}, ""),
+        (["--start", "0.9"], {"full": 2}, ""),
+    ],
 )
 def test_steps_too_few_to_merge_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], modes: dict[str, int]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], modes: dict[str, int], tokens: str
 ) -> None:
     """Where no step saves anything, neither size nor batch are why a picture takes as long as before."""
     arguments = ["generate", "a rose", "--steps", "2", "--size", "64x64", *options, "--out", str(tmp_path / "a.png")]
     assert main([*arguments, "--json"]) == 0
     original, merged = json.loads(capsys.readouterr().out)["shots"]
     assert (original["modes"], merged["modes"]) == ({}, modes)
+    assert (original["tokens"], merged["tokens"]) == ("", tokens)
     assert (merged["mse"] == 0) == ("merged" not in modes)
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     told = "anchor every 5: Steps of the last image: 1 whole, 1 whole and merged (anchors): nothing was saved."
+    if not tokens:
+        told = "held, anchor every 3: Steps of the last image: 2 whole: nothing was saved."
     assert (told in printed) == ("merged" not in modes)
     assert "merged" in modes or "larger size" not in printed
 
@@ -148,7 +157,8 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--device", "cuda:77"], "cannot be used"),
         (["--levels", "2"], "only one"),
         (["--cache", "first-block:speed=1"], "no field 'speed'"),
-        (["--cache", "mag"], "or give a ratio"),
+        (["--cache", "mag"], "; leave out --cache, or add --ratio 0.5 or --method none"),
+        (["--cache", "mag", "--preset", "hold"], "or add --ratio 0.5 or --method none in place of --preset"),
         (["--show-destinations"], "blocks are held; give a --ratio"),
         (["--show-destinations", "--method", "none"], "nothing does here; give a --ratio above 0"),
         (["--show-destinations", "--ratios", "0.5,0"], "nothing does here; give a --ratio above 0"),

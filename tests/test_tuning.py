@@ -299,9 +299,10 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
 
 
 def copy_of_times(finished: Path, out: Path) -> None:
-    """Seconds as they were measured, and nothing else: what is chosen depends on them."""
+    """Seconds as they were measured, with what says how, and nothing else: what is chosen depends on them."""
     for folder in (finished / "rungs").iterdir():
         shutil.copytree(folder / "timing", out / "rungs" / folder.name / "timing")
+        shutil.copy(folder / "run.json", out / "rungs" / folder.name)
 
 
 def work(out: Path) -> None:
@@ -314,7 +315,8 @@ def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
     copy_of_times(finished, tmp_path)
     command = [sys.executable, "-m", "tokenmerge", *COMMAND, "--budget", "mse=1e5", "--resume", "--out", str(tmp_path)]
     printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/dit*/*.png")))
-    assert "go on with --resume" in printed
+    assert f"tokenmerge: what was made is kept in {tmp_path}; go on with --resume\n" in printed
+    assert "begins anew" not in printed
     for stage in ("rungs/2/images/*_*", "rungs/held-out-1/images/none"):
         child = SERVER.Process(target=work, args=(tmp_path,))
         child.start()
@@ -333,7 +335,12 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path) -> None:
     before = (finished / "preset.yaml").read_text()
     with pytest.raises(TokenMergeError, match="add --resume"):
         tune(SEARCH, finished)
-    for changes, words in (({"steps": 6}, "begun with steps 5, not 6"), ({"seed": 1}, "begun with configurations")):
+    for changes, words in (
+        ({"steps": 6}, "begun with steps 5, not 6"),
+        ({"seed": 1}, "begun with --seed 0, not 1"),
+        ({"number": 2}, "begun with --number 1, not 2"),
+        ({"candidates": ALWAYS + 2}, f"begun with --candidates {ALWAYS + 1}, not {ALWAYS + 2}"),
+    ):
         with pytest.raises(TokenMergeError, match=words):
             tune(replace(SEARCH, **changes), finished, resume=True)
     assert (finished / "preset.yaml").read_text() == before
@@ -349,6 +356,7 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert not found["reached"]
+    assert "begins anew" not in printed.err
     error = printed.err.splitlines()[-1]
     assert "nothing that was tried has a speed-up of 50x or more" in error
     assert found["chosen"]["label"] == max(found["rungs"][-1]["points"], key=lambda one: one["speed_up"])["label"]
@@ -363,8 +371,8 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "neither of --budget and --speed-up"),
-        (["--budget", "mse=9", "--speed-up", "2"], "both of --budget and --speed-up"),
+        ([], "neither --budget nor --speed-up was given"),
+        (["--budget", "mse=9", "--speed-up", "2"], "both --budget and --speed-up were given"),
         (["--budget", "mse=much"], "is not understood"),
         (["--budget", "mse=-1"], "must be positive"),
         (["--budget", "mse=nan"], "must be positive"),
@@ -373,7 +381,9 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--speed-up", "1", "--metric", "mse"], "must be above 1"),
         (["--speed-up", "2", "--metric", "dino", "--dino", "no/dino"], "or use --metric mse"),
         (["--budget", "dino=2", "--dino", "no/dino"], "or use --budget mse=100"),
-        (["--budget", "mse=9", "--candidates", "5"], "--candidates is 5"),
+        (["--budget", "mse=9", "--candidates", "5"], "is 5; it must be from 6, which are always tried, to 1000"),
+        (["--budget", "mse=9", "--candidates", "0"], "is 0; it must be from 6, which are always tried, to 1000"),
+        (["--budget", "mse=9", "--candidates", "6", "--rungs", "4"], "use fewer rungs"),
         (["--budget", "mse=9", "--rungs", "0"], "--rungs is 0"),
         (["--budget", "mse=9", "--rungs", "9"], "use fewer rungs"),
         (["--budget", "mse=9", "--repeats", "0"], "--repeats is 0"),
@@ -397,6 +407,12 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert error.startswith("tokenmerge: ")
     assert words in error
     assert not list(tmp_path.iterdir())
+
+
+def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "mse=9", "--size", "70x70", "--resume", "--out", str(tmp_path / "out")]
+    assert main(["tune", "--device", "cpu", *options]) == 2
+    assert f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

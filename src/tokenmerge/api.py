@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import Family, denoiser_of, families, family_of
-from .catalog import default_preset, load_preset
+from .catalog import DEFAULT, default_preset, load_preset
 from .compiling import compiled_state
 from .config import MergeConfig, TokenMergeError
 from .grid import TokenGrid
@@ -86,7 +86,8 @@ def apply(
 
     config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either blocks are
     held; where options speak of merging, tokens are merged by the preset of the model's family, or `method`'s own.
-    options: fields of `MergeConfig` or `Schedule` that change it.
+    options: fields of `MergeConfig` or `Schedule` that change it. `schedule` may be a mapping, of those of its fields
+    that change, or a whole `Schedule`, which replaces all: one without `anchor_every` has no anchors, and merges.
     scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,
     which waits for the device at every call.
     A model that has merging already gets the new config instead. If anything is wrong the model is left as it was.
@@ -221,7 +222,9 @@ def resolve_config(
         raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
-    base = config or load_preset(preset or default_preset(options, family.merging))
+    if preset is None or preset == DEFAULT:
+        preset = default_preset(options, family.merging)
+    base = config or load_preset(preset)
     return base.changed(**options) if options else base
 
 
@@ -234,11 +237,12 @@ def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
     told = ", ".join(f"{steps[mode]} {name}" for mode, name in named.items() if steps.get(mode))
     if steps.get("merged"):
         return f"Steps of the last image: {told}."
-    way_out = "For so few steps merge at every one: start=0, anchor_every=0."
-    if held:
-        way_out = "For so few steps begin at once, with start=0, or merge at every one: start=0, anchor_every=0."
+    way_out = "merge at every one: start=0, anchor_every=0"
+    # A single step would be an anchor, wherever blocks begin to be held.
+    if held and sum(steps.values()) > 1:
+        way_out = f"begin at once, with start=0, or {way_out}"
     saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
-    return f"Steps of the last image: {told}: {saved}. {way_out}"
+    return f"Steps of the last image: {told}: {saved}. For so few steps, at more drift, {way_out}."
 
 
 def _cell(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import MergeConfig, Schedule, TokenMergeError
+from .config import MergeConfig, Schedule, TokenMergeError, did_you_mean, one_by_one
 
 # Among names of presets: what is taken where none is named.
 DEFAULT = "default"
@@ -62,6 +62,7 @@ def presets() -> dict[str, MergeConfig]:
 def default_preset(options: Mapping[str, Any], merging: str) -> str:
     """Where none is named: a method's own, or else blocks are held, which changes pictures least (docs/fidelity.md).
     merging: what a family merges by, where an option asks for that."""
+    options = one_by_one(options)
     method = options.get("method")
     if method in _NAMESAKES:
         return str(method)
@@ -70,10 +71,11 @@ def default_preset(options: Mapping[str, Any], merging: str) -> str:
 
 
 def load_preset(name: str | Path) -> MergeConfig:
-    """A preset by name, or a config from a YAML or JSON file."""
+    """A preset by name, or a config from a YAML or JSON file. What the default is, only `default_preset` knows."""
+    names = (*_PRESETS, DEFAULT)
     if not isinstance(name, str | Path):
         raise TypeError(
-            f"preset is a {type(name).__name__}; it is one of {', '.join(_PRESETS)}, or the path of a .yaml or .json "
+            f"preset is a {type(name).__name__}; it is one of {', '.join(names)}, or the path of a .yaml or .json "
             "file. Fields are given by name, as in ratio=0.5, and a MergeConfig as config"
         )
     if name in _PRESETS:
@@ -92,5 +94,6 @@ def load_preset(name: str | Path) -> MergeConfig:
         except TokenMergeError as error:
             raise TokenMergeError(f"preset file {name!r}: {error}") from error
     raise TokenMergeError(
-        f"preset {name!r} is unknown; use one of {', '.join(_PRESETS)}, or the path of a .yaml or .json file"
+        f"preset {name!r} is unknown{did_you_mean(name, names)}; use one of {', '.join(names)}, or the path of a .yaml "
+        "or .json file"
     )

@@ -6,35 +6,68 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from . import __version__
 from .catalog import presets
-from .config import TokenMergeError
+from .config import TokenMergeError, did_you_mean
 from .options import COMPILE_WAYS, FIELDS, config_fields, parse_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    options.command = ["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)]
     try:
+        options = _parser().parse_args(arguments)
+        options.command = ["tokenmerge", *(sys.argv[1:] if arguments is None else arguments)]
         options.run(options)
     except TokenMergeError as error:
         print(f"tokenmerge: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        # After a bar, which has no end of line.
+        for told in interrupt.args:
+            print(f"\ntokenmerge: {told}", file=sys.stderr)
         print("tokenmerge: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
+class _Command(argparse.ArgumentParser):
+    """A command that names the option somebody may have meant. One that is written in part is no option: the next
+    version may have two that begin so."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Before argparse misses what was to be given by it, and after it has read files of arguments.
+        self._refuse_unknown(word for word in _before_dashes(args) if word.startswith("--") and " " not in word)
+        known, rest = super().parse_known_args(args, namespace)
+        self._refuse_unknown(word for word in rest if word.startswith("-"))
+        return known, rest
+
+    def _refuse_unknown(self, words: Iterable[str]) -> None:
+        for name in (word.partition("=")[0] for word in words):
+            if name not in self._option_string_actions:
+                near = did_you_mean(name, self._option_string_actions)
+                raise TokenMergeError(
+                    f"{self.prog.split()[-1]} has no option {name}{near}; {self.prog} --help lists all of them"
+                )
+
+
+def _before_dashes(words: Sequence[str]) -> Iterable[str]:
+    """Words up to two dashes alone, after which nothing is an option."""
+    return takewhile(lambda word: word != "--", words)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tokenmerge", description="Token merging for diffusers pipelines.")
+    parser = argparse.ArgumentParser(
+        prog="tokenmerge", description="Token merging for diffusers pipelines.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"tokenmerge {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Command)
     _add_generate(commands)
     _add_plan(commands)
     _add_bench(commands)

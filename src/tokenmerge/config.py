@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -346,14 +346,15 @@ class MergeConfig:
         return Regions.parse(self.merge_regions or self.regions)
 
     def replace(self, **changes: Any) -> MergeConfig:
-        """A copy with fields changed. Fields of `Schedule` may be given directly."""
+        """A copy with fields changed. Fields of `Schedule` may be given directly, or as a mapping named `schedule`; a
+        whole `Schedule` replaces all of them."""
+        changes = one_by_one(changes)
         schedule_names = {item.name for item in fields(Schedule)}
         _check_names(changes, [*(item.name for item in fields(self)), *sorted(schedule_names)])
         timing = {name: changes.pop(name) for name in list(changes) if name in schedule_names}
-        if timing:
-            schedule = changes.get("schedule", self.schedule)
-            known = schedule if isinstance(schedule, Schedule) else _from_mapping(Schedule, schedule)
-            changes["schedule"] = replace(known, **timing)
+        schedule = changes.get("schedule", self.schedule)
+        if timing and isinstance(schedule, Schedule):
+            changes["schedule"] = replace(schedule, **timing)
         return replace(self, **changes)
 
     def changed(self, **options: Any) -> MergeConfig:
@@ -415,18 +416,32 @@ class MergeConfig:
         return cls.from_dict(_loaded_mapping(values, "YAML"))
 
 
+def one_by_one(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the fields of a schedule that is given as a mapping as if they were given by themselves."""
+    schedule = options.get("schedule")
+    if not isinstance(schedule, Mapping):
+        return dict(options)
+    _refuse_unknown(Schedule, schedule)
+    return {**schedule, **{name: value for name, value in options.items() if name != "schedule"}}
+
+
 def part_of(values: tuple[float, ...], share: float) -> float:
     """The value of the part that a share in [0, 1) falls into, when values have equal parts."""
     return values[min(len(values) - 1, max(0, int(share * len(values))))]
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The known name that is nearest to another one, as part of an error; nothing where none is near."""
+    near = get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _check_names(given: Mapping[str, Any], known: Sequence[str]) -> None:
     """Refuse options that are no fields, as Python does with arguments."""
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
             raise TypeError(
-                f"there is no option {name!r}{f' (did you mean {near[0]!r}?)' if near else ''}; "
+                f"there is no option {name!r}{did_you_mean(name, known)}; "
                 "options are the fields of tokenmerge.MergeConfig and tokenmerge.Schedule, which help() lists"
             )
 
@@ -470,14 +485,22 @@ def _plain(value: Any, types: tuple[Any, ...]) -> Any:
 
 
 def _from_mapping(cls: Any, values: Mapping[str, Any]) -> Any:
+    _refuse_unknown(cls, values)
+    return cls(**values)
+
+
+def _refuse_unknown(cls: Any, values: Mapping[str, Any]) -> None:
     known = {item.name for item in fields(cls)}
     # Names need not be texts in YAML.
-    unknown = sorted(repr(name) for name in values if name not in known)
-    if unknown:
+    unknown = sorted((name for name in values if name not in known), key=repr)
+    timing = [name for name in unknown if name in {item.name for item in fields(Schedule)}]
+    if timing:
         raise TokenMergeError(
-            f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}"
+            f"{timing[0]} belongs under schedule, as in schedule: {{{timing[0]}: {values[timing[0]]}}}"
         )
-    return cls(**values)
+    if unknown:
+        told = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
+        raise TokenMergeError(f"{cls.__name__} has no field {told}; its fields are {', '.join(sorted(known))}")
 
 
 # What a text that is read as a config must hold.

@@ -46,6 +46,12 @@ def check_writable(path: Path) -> None:
         raise _refusal(path, error) from error
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a file in the place of a folder that is to be written to."""
+    if path.exists() and not path.is_dir():
+        raise TokenMergeError(f"{path} is a file, not a folder; give another --out")
+
+
 def append_line(path: Path, line: str | None = None) -> None:
     """Add a line to the end of a file; without one only see that this can be done. Lines before it are left alone."""
     try:

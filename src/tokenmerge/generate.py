@@ -19,6 +19,7 @@ from . import api
 from .adapters import denoiser_of
 from .adapters.caches import TRIAL_STEPS, StepCache, calibrate, disable_cache, enable_cache, read_cache, try_cache
 from .adapters.loading import CallDefaults, check_size, dtype_on, load_pipeline
+from .catalog import DEFAULT
 from .compiling import check_cacheable, compile_as, warm_ups, way_on
 from .config import MergeConfig, TokenMergeError, first_line
 from .measure import environment, timed
@@ -162,6 +163,15 @@ def make_picture(
         if show_destinations and (config.holds or config.method == "none" or not any(config.ratios)):
             why = "blocks are held" if config.holds else "nothing does here"
             raise TokenMergeError(f"--show-destinations shows what merges, and {why}; give a --ratio above 0 to merge")
+        # Models without caches are told so when one is tried.
+        if step_cache and config.holds and hasattr(denoiser_of(pipe), "enable_cache"):
+            # What holds because it was asked for takes neither.
+            given = {**changes, **({} if preset in (None, DEFAULT) else {"preset": preset})}
+            asked = [f"--{name}" for name in ("preset", "method") if name in given]
+            raise TokenMergeError(
+                f"the {step_cache.name} cache skips steps, and between anchors blocks are held already; leave out "
+                f"--cache, or add --ratio 0.5 or --method none{' in place of ' + ' and '.join(asked) if asked else ''}"
+            )
         variants.append(Variant(_label(config, step_cache), config, step_cache))
     if way:
         compile_as(pipe, way)
@@ -354,7 +364,10 @@ def draw(
 
 
 def token_counts(pipe: Any) -> str:
-    return ", ".join(dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups))
+    """Tokens before and after merging, of every group; nothing of held blocks, which run on all or not at all."""
+    summary = api.summary(pipe)
+    groups = () if summary.plan is None or summary.plan.config.holds else summary.groups
+    return ", ".join(dict.fromkeys(str(group["tokens"]) for group in groups))
 
 
 def step_modes(pipe: Any) -> dict[str, int]:

@@ -19,6 +19,8 @@ from . import denoiser_of, families, family_of
 from .sizes import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
+# What only paths of folders begin with.
+_PATHS = ("./", "../", "~")
 _BUNDLED = Path(__file__).parent.parent / "models"
 # Beside a model's weights: how its pipeline wants to be called.
 _CALL_FILE = "tokenmerge.json"
@@ -159,6 +161,12 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _from_hub(model: str, files: Sequence[str]) -> Path:
     """The folder of a model in the hub's cache, with those of `files` that it has, fetched if need be."""
+    if Path(model).is_absolute() or model.startswith(_PATHS):
+        # No hub id is written so.
+        raise TokenMergeError(
+            f"there is no folder {model}; give a bundled name ({', '.join(bundled_models())}), a diffusers folder or a "
+            "hub id"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..adapters.caches import StepCache, read_cache
 from ..catalog import DEFAULT, default_preset, load_preset
-from ..config import MergeConfig, TokenMergeError
+from ..config import MergeConfig, TokenMergeError, did_you_mean
 from ..options import config_fields, parse_as, read_fields
 
 BASELINE = "none"
@@ -126,7 +126,9 @@ def _without(text: str, field: str) -> str:
 def _value(text: str, name: str, value: str) -> Any:
     known = config_fields()
     if name not in known:
-        raise TokenMergeError(f"configuration {text!r} has no field {name!r}; fields are {', '.join(known)}")
+        raise TokenMergeError(
+            f"configuration {text!r} has no field {name!r}{did_you_mean(name, known)}; fields are {', '.join(known)}"
+        )
     try:
         return parse_as(known[name])(value)
     except ValueError as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,25 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import TokenMergeError
-from ..files import PARTIAL, write_file, write_text
+from ..files import PARTIAL, check_folder, write_file, write_text
 from ..generate import slug
 from ..pictures import to_tensor
-from .configurations import Configuration
+from .configurations import BASELINE, Configuration
+
+# Files that are taken for done where they are found.
+_DONE = (
+    "images/*/*.png",
+    "values/*/*.json",
+    "features/*/*.npy",
+    "reference/*.npy",
+    "sets/*.json",
+    "modes/*.json",
+    "timing/*/*.json",
+)
+# What to do about one that is damaged.
+_MAKE_ANEW = "delete it, and go on with --resume"
+# Names that a message lists before it counts the rest.
+_LISTED = 6
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,9 @@ class Folder:
     """Paths of an evaluation."""
 
     root: Path
+
+    def __post_init__(self) -> None:
+        check_folder(self.root)
 
     def image(self, configuration: Configuration, sample: Sample) -> Path:
         return self.root / "images" / configuration.folder / f"{sample.name}.png"
@@ -77,19 +96,34 @@ class Folder:
     def timing(self, configuration: Configuration, lap: int) -> Path:
         return self.root / "timing" / configuration.folder / f"{lap:04d}.json"
 
+    @property
+    def _record(self) -> Path:
+        return self.root / "run.json"
+
+    def begun(self) -> dict[str, Any] | None:
+        """What was asked for here before."""
+        told = "it says how all else here was made: give another --out"
+        return read_json(self._record, told) if self._record.is_file() else None
+
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
-        record = self.root / "run.json"
         # As they will be read: JSON has neither tuples nor infinities.
         settings = json.loads(to_json(settings))
-        before = read_json(record) if record.is_file() else None
+        before = self.begun()
+        if before is None and any(any(self.root.glob(files)) for files in _DONE):
+            raise TokenMergeError(
+                f"{self.root} holds files of an evaluation, and no run.json that says how they were made; give another "
+                "--out"
+            )
+        if before is None and resume:
+            tell_new(self.root)
         if before is not None and not resume:
             raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
         if before is not None:
             settings = _joined(before, settings, self.root)
         for left_over in self.root.rglob(f"*{PARTIAL}"):
             left_over.unlink()
-        write_text(record, to_json(settings, indent=2))
+        write_text(self._record, to_json(settings, indent=2))
         return settings
 
 
@@ -102,30 +136,64 @@ def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str
         old, new = before.get(name), now.get(name)
         if name == "repeats" and (old or 0) <= (new or 0):
             continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            differing = [key for key in old if old[key] != new.get(key)]
-            differing += [key for key in new if key not in old] if name != "networks" else []
-            if not differing:
-                continue
-            name, old, new = f"{name} {differing[0]}", old.get(differing[0]), new.get(differing[0])
-        if old != new:
-            raise TokenMergeError(
-                f"{root} was begun with {name} {_short(old)}, not {_short(new)}; "
-                "ask for the same, or give another --out"
-            )
+        other = _other_list(old or {}, new or {}) if name == "configurations" else None
+        other = other or _difference(name, old, new, may_grow=name == "networks")
+        if other:
+            raise TokenMergeError(f"{root} was begun {other}; ask for the same, or give another --out")
     return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
 
 
+def _other_list(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """How the names of configurations differ."""
+    added = [label for label in new if label not in old]
+    left_out = [label for label in old if label not in new]
+    told = [f"{_listed(added)} {'was' if len(added) == 1 else 'were'} not among them"] if added else []
+    told += [f"{_listed(left_out)} {'is' if len(left_out) == 1 else 'are'} left out now"] if left_out else []
+    begun = [label for label in old if label != BASELINE] or [BASELINE]
+    return f"with {_listed(begun)}; {', and '.join(told)}" if told else None
+
+
+def _listed(labels: list[str]) -> str:
+    more = len(labels) - _LISTED
+    return ", ".join(labels[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _difference(name: str, old: Any, new: Any, *, may_grow: bool = False) -> str | None:
+    """How two values differ, first of all, by the innermost name that has another. may_grow: by new names."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return None if old == new else f"with {name} {_short(old)}, not {_short(new)}"
+    for key in dict.fromkeys((*old, *new)):
+        if key not in new:
+            return f"with {name} {key}, which is left out now"
+        if key not in old and not may_grow:
+            return f"without {name} {key}"
+        told = _difference(f"{name} {key}", old[key], new[key]) if key in old else None
+        if told:
+            return told
+    return None
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def tell_new(out: Path) -> None:
+    """To those who would go on where nothing is: the folder may be misspelt."""
+    print(f"tokenmerge: {out} holds nothing yet: begins anew", file=sys.stderr)
+
+
+def interrupted(out: Path) -> KeyboardInterrupt:
+    """An interrupt that tells how to go on, where there is something to go on with."""
+    told = [f"what was made is kept in {out}; go on with --resume"] if out.is_dir() else []
+    return KeyboardInterrupt(*told)
+
+
+def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged(path, error, way_out) from error
     return content
 
 
@@ -170,5 +238,5 @@ def read_picture(path: Path) -> Tensor:
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> TokenMergeError:
-    return TokenMergeError(f"{path} cannot be read ({error}); delete it, and go on with --resume")
+def _damaged(path: Path, error: Exception, way_out: str = _MAKE_ANEW) -> TokenMergeError:
+    return TokenMergeError(f"{path} cannot be read ({error}); {way_out}")

@@ -31,7 +31,7 @@ from ..pictures import save_picture
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from .configurations import BASELINE, Configuration, read_configurations
-from .folder import Folder, Sample, read_features, read_json, read_picture, save_features, to_json
+from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features, to_json
 from .pairs import list_pictures
 from .plots import check_plots
 from .processes import Processes
@@ -105,9 +105,8 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
             write_report(results, out)
         processes.wait()
         evaluation.close()
-    except KeyboardInterrupt:
-        print(f"\ntokenmerge: what was made is kept in {out}; go on with --resume", file=sys.stderr)
-        raise
+    except KeyboardInterrupt as interrupt:
+        raise interrupted(out) from interrupt
     processes.end()
     return results
 

@@ -171,10 +171,8 @@ def read_goal(budget: str | None, speed_up: float | None, metric: str | None, so
     elif speed_up is not None and budget is None:
         goal = SpeedUp(_drift(metric), speed_up)
     else:
-        given = "neither" if budget is None else "both"
-        raise TokenMergeError(
-            f"{given} of --budget and --speed-up were given; give one, as in --budget lpips=0.1 or --speed-up 1.5"
-        )
+        given = "neither --budget nor --speed-up was" if budget is None else "both --budget and --speed-up were"
+        raise TokenMergeError(f"{given} given; give one, as in --budget lpips=0.1 or --speed-up 1.5")
     network = goal.metric.network
     found = find_network(network, sources) if network else None
     if isinstance(found, Missing):

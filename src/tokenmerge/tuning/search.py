@@ -18,9 +18,11 @@ from ..adapters.loading import empty_denoiser
 from ..catalog import load_preset
 from ..config import TokenMergeError
 from ..evaluation.configurations import Configuration
+from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
+from ..files import check_folder
 from ..options import check_counts
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
@@ -59,11 +61,6 @@ class Search:
     def __post_init__(self) -> None:
         check_counts(rungs=self.rungs, number=self.number, repeats=self.repeats)
         check_counts(0, seed=self.seed)
-        if 2 ** (self.rungs - 1) > self.candidates:
-            raise TokenMergeError(
-                f"--rungs is {self.rungs}, and {self.candidates} candidates are one after fewer halvings; "
-                "use fewer rungs or more --candidates"
-            )
 
     def task(self, configurations: Sequence[Configuration], share: Share) -> Task:
         names = ("model", "steps", "guidance", "size", "sources", "batch", "repeats", "threads", "device", "dtype")
@@ -81,7 +78,16 @@ class Search:
 
 def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") -> Outcome:
     """Search in the folder `out`, and write there the front, its plot and the preset that was found."""
+    try:
+        return _tune(search, out, resume=resume, command=command)
+    except KeyboardInterrupt as interrupt:
+        # In place of what the evaluation of a rung says, which names its own folder.
+        raise interrupted(out) from interrupt
+
+
+def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     check_plots()
+    check_folder(out)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     family = family_of(empty_denoiser(search.model)[0])
@@ -89,10 +95,20 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     load_preset(family.merging).to_yaml()
     stages = family.stages is not None
     configurations = list(draw_candidates(family.merging, search.candidates, search.seed, stages=stages))
+    if 2 ** (search.rungs - 1) > search.candidates:
+        raise TokenMergeError(
+            f"--rungs is {search.rungs}, and {search.candidates} candidates are one after fewer halvings; "
+            "use fewer rungs or more --candidates"
+        )
     sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
+    begun = Folder(out / "rungs" / "1").begun() if resume else None
+    if begun is not None:
+        _check_begun(search, samples[0].count, begun, out)
+    elif resume:
+        tell_new(out)
     pictures = [(size + 1) * share.count for size, share in zip(sizes, samples, strict=True)]
     rungs: list[Rung] = []
     with _progress(sum(pictures) + 2 * held_out[0].count) as bar:
@@ -122,9 +138,27 @@ def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") 
     return outcome
 
 
+def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Path) -> None:
+    """Refuse to go on with a search of other options, by their names; the evaluations would name what follows from
+    them. pictures: of a candidate in the first rung. before: what its evaluation was asked for."""
+    # The unmerged model is no candidate.
+    candidates = len(before["configurations"]) - 1 + len(before["refused"])
+    for name, old, new in (
+        ("candidates", candidates, search.candidates),
+        ("seed", before["seeds"][0], search.seed),
+        ("number", len(before["prompts"]) * len(before["seeds"]), pictures),
+    ):
+        if old != new:
+            raise TokenMergeError(
+                f"{out} was begun with --{name} {old}, not {new}; ask for the same, or give another --out"
+            )
+
+
 def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
     """One evaluation, the unmerged model with it."""
-    results = evaluate(search.task(configurations, share), folder, resume=resume)
+    # The rungs of a search that goes on need not be there yet.
+    goes_on = resume and Folder(folder).begun() is not None
+    results = evaluate(search.task(configurations, share), folder, resume=goes_on)
     if results is None:
         raise RuntimeError("one process has no other to leave the results to")
     baseline, *points = _points(results, search.goal)

@@ -80,7 +80,7 @@ def draw_candidates(merging: str, count: int, seed: int, *, stages: bool = False
     fixed = [(preset, changes) for preset, listed, _ in kinds for changes in listed]
     if not len(fixed) <= count <= MOST:
         raise TokenMergeError(
-            f"--candidates is {count}; it must be {len(fixed)}, which are always tried, to {MOST} or less"
+            f"--candidates is {count}; it must be from {len(fixed)}, which are always tried, to {MOST}"
         )
     found = {load_preset(preset).replace(**changes): preset for preset, changes in fixed}
     generator = Random(seed)
