@@ -43,6 +43,7 @@ KINDS = {
     "step cache of diffusers": ("#009E73", "^"),
     "anchored, with a step cache": ("#CC79A7", "P"),
     "held": ("#000000", "*"),
+    "held stages": ("#8B0000", "X"),
 }
 
 
@@ -52,7 +53,7 @@ def kind_of(record: dict[str, Any]) -> str:
     if config["method"] == "none":
         return "step cache of diffusers"
     if config["method"] == "hold":
-        return "held"
+        return "held stages" if config["sites"] == "stage" else "held"
     if cached:
         return "anchored, with a step cache"
     if config["method"] != "toma":
