@@ -309,12 +309,13 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             )
             installation.add(part, block.module, name)
 
-    def at_image_start() -> None:
-        state.cached = bool(cache_hooks(denoiser))
+    # Of the state it says nothing, which keeps it: both would live until the garbage collector comes.
+    def at_image_start() -> bool:
         _check_caches(denoiser, plan_)
         _check_fused(denoiser, plan_.config)
         _check_offload(plan_)
         installation.follow()
+        return bool(cache_hooks(denoiser))
 
     state.at_image_start = at_image_start
     observer = _Observer(denoiser, family, plan_, state, installation)

@@ -43,8 +43,8 @@ class MergeState:
         self._stepped: Any = None  # the timestep that the scheduler stepped from last
         self._inside = False  # whether a call has begun and not ended: one that fails does not
         self.steps: Counter[str] = Counter()  # of the last image, by mode, or "skipped" by a cache
-        self.cached = False  # whether a cache may skip blocks in this image
-        self.at_image_start: Callable[[], None] = lambda: None
+        self._cached = False  # whether a cache may skip blocks in this image
+        self.at_image_start: Callable[[], bool] = lambda: False  # says whether there is one
         self._scheduler = scheduler
         self._stop_watching: Callable[[], None] | None = None
         self._watched: Callable[[], Any] = lambda: None
@@ -93,7 +93,7 @@ class MergeState:
         # Not only in the first call of an image: that may have been refused, and made again.
         begins = self._begun != self.clock.image
         if begins:
-            self.at_image_start()
+            self._cached = self.at_image_start()
             self.anchors.forget()
             self.steps.clear()
         self._see_grids(call, begins)
@@ -121,7 +121,7 @@ class MergeState:
         """What the call that ends now did: its mode, but where it removed nothing, or a cache let no layer run."""
         if self.mode == "full" or not self._merges:
             return "full"
-        skipped = self.cached and not any(group.done[0] for group in self.groups)
+        skipped = self._cached and not any(group.done[0] for group in self.groups)
         return "skipped" if skipped else self.mode
 
     @property
