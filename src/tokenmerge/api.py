@@ -309,7 +309,7 @@ def _install(denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState
             )
             installation.add(part, block.module, name)
 
-    # Of the state it says nothing, which keeps it: both would live until the garbage collector comes.
+    # Kept by the state, so it must not name it: both would live until the garbage collector comes.
     def at_image_start() -> bool:
         _check_caches(denoiser, plan_)
         _check_fused(denoiser, plan_.config)

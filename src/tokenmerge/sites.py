@@ -335,7 +335,7 @@ class HeldStage(Site):
                 self.remember(gap, output.detach())
             return output
         if self.last:
-            entered = self.entered()
+            entered = self.take_entered()
             return _clipped(entered + gap.image_now().view(entered.shape))
         # As many as always, of a shape that whatever a ControlNet adds goes with.
         nothing = features.new_empty(())
@@ -343,13 +343,13 @@ class HeldStage(Site):
 
     def remember(self, gap: Gap, features: Tensor) -> None:
         """Keep what all stages have changed, [B, C, H, W], in the order it has."""
-        change = _clipped(features - self.entered())
+        change = _clipped(features - self.take_entered())
         # There is no map to make; this says that the anchor has run.
         self.refresh(features.flatten(2).transpose(1, 2), [])
         gap.keep(change.reshape(gap.image.values.shape), None)
 
-    def entered(self) -> Tensor:
-        """What entered the first stage in this call."""
+    def take_entered(self) -> Tensor:
+        """What entered the first stage in this call, which is kept no longer."""
         if self.memory.entered is None:
             raise TokenMergeError(f"{self.name!r} ran without the first of the stages that are held; use sites='block'")
         (features, _), self.memory.entered = self.memory.entered, None
