@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from traces import attributes, same
 KINDS = ["sdxl", "sd3", "flux"]
 ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, "anchor_every": 3}
 HELD: dict[str, Any] = {"preset": "hold", "start": 0.0}
-STAGES: dict[str, Any] = {**HELD, "sites": "stage"}
+STAGES: dict[str, Any] = {"preset": "unet-hold", "start": 0.0}
 CASES = [
     *(pytest.param(kind, {}, id=f"anchored-{kind}") for kind in KINDS),
     *(pytest.param(kind, HELD, id=f"held-{kind}") for kind in KINDS),
@@ -580,7 +581,7 @@ def test_stages_are_held_in_every_pipeline_of_unets(kind: str) -> None:
     pipe = tiny.build(kind)
     whole = tiny.draw(pipe, steps=8)
     pipe.unet.enable_freeu(0.9, 0.2, 1.1, 1.2)
-    held = tiny.draw(tokenmerge.apply(pipe, sites="stage", start=0.0), steps=8)
+    held = tiny.draw(tokenmerge.apply(pipe, preset="unet-hold", start=0.0), steps=8)
     assert held.isfinite().all()
     assert not torch.equal(held, whole)
     assert tokenmerge.summary(pipe).steps["merged"] > 0
@@ -589,16 +590,29 @@ def test_stages_are_held_in_every_pipeline_of_unets(kind: str) -> None:
     assert torch.equal(tiny.draw(pipe, steps=8), whole)
 
 
-def test_what_acts_between_stages_is_refused() -> None:
+@pytest.mark.parametrize("name", ["down_intrablock_additional_residuals", "down_block_additional_residuals"])
+def test_held_stages_take_what_a_t2i_adapter_adds(name: str) -> None:
+    plain, _ = build("sdxl")
+    # Added in place after the first stage, in the next two, and in place after the middle one.
+    shapes = [(2, 8, 8, 8), (2, 8, 8, 8), (2, 16, 4, 4), (2, 16, 4, 4)]
+    given = lambda: {name: [torch.linspace(-0.5, 0.5, math.prod(shape)).view(shape) for shape in shapes]}  # noqa: E731
+    expected = call(plain, **given())
+    assert (expected - call(plain)).abs().max() > 1e-3
+    denoiser, loop = build("sdxl", **STAGES, anchor_every=5)
+    loop.set_timesteps()
+    for _ in range(3):
+        more = given()
+        torch.testing.assert_close(call(denoiser, **more), expected, rtol=1e-4, atol=1e-5)
+        assert not more[name]
+        loop.step()
+    assert tokenmerge.summary(denoiser).steps == {"anchor": 1, "merged": 2}
+
+
+def test_what_others_do_between_stages_is_refused() -> None:
     denoiser, loop = build("sdxl", **STAGES)
     loop.set_timesteps()
-    residuals = [torch.zeros(2, width, 8, 8) for width in denoiser.config.block_out_channels]
-    with pytest.raises(
-        tokenmerge.TokenMergeError, match="down_intrablock_additional_residuals acts between the stages"
-    ):
-        call(denoiser, down_intrablock_additional_residuals=residuals)
     by_hook(denoiser, denoiser.mid_block)
-    with pytest.raises(tokenmerge.TokenMergeError, match=r"a hook or a forward of others acts .* use sites='block'"):
+    with pytest.raises(tokenmerge.TokenMergeError, match=r"a hook or a forward of others acts .* use preset='hold'"):
         call(denoiser)
 
 
@@ -612,16 +626,17 @@ def test_models_without_stages_are_refused(kind: str) -> None:
 
 def test_a_plan_of_held_stages_counts_their_transformer_blocks() -> None:
     pipe = tiny.build("sdxl")
-    blocks, stages = (tokenmerge.plan(pipe, height=128, width=128, **more) for more in ({}, {"sites": "stage"}))
+    blocks, stages = (tokenmerge.plan(pipe, height=128, width=128, preset=name) for name in ("hold", "unet-hold"))
     assert stages.saved == blocks.saved > 0
     assert "not counted" in str(stages)
     assert stages.merged_sites[0].name == "down_blocks.0"
 
 
-def test_weights_that_come_with_blocks_that_run_are_refused_for_held_ones() -> None:
-    pipe, cpu = tiny.build("sd3"), torch.device("cpu")
+@pytest.mark.parametrize(("kind", "preset"), [("sd3", "hold"), ("sdxl", "unet-hold")])
+def test_weights_that_come_with_blocks_that_run_are_refused_for_held_ones(kind: str, preset: str) -> None:
+    pipe, cpu = tiny.build(kind), torch.device("cpu")
     denoiser_of(pipe).enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=2)
-    tokenmerge.apply(pipe, preset="hold")
+    tokenmerge.apply(pipe, preset=preset)
     with pytest.raises(tokenmerge.TokenMergeError, match="group offload"):
         tiny.draw(pipe)
     tokenmerge.remove(pipe)

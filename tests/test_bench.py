@@ -112,7 +112,7 @@ def test_without_a_ratio_each_preset_has_its_own() -> None:
         "lower-bound of unet 0.5",
         "unet 0.5",
     ]
-    assert found[1].config == tokenmerge.presets()["hold"]
+    assert found[1].config == tokenmerge.presets()["unet-hold"]
 
 
 @pytest.mark.parametrize(

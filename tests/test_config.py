@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tokenmerge import MergeConfig, Schedule, TokenMergeError, presets
-from tokenmerge.catalog import default_preset, load_preset
+from tokenmerge.catalog import Defaults, default_preset, load_preset
 from tokenmerge.config import (
     BACKENDS,
     COMPONENTS,
@@ -49,7 +49,7 @@ configs = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(config=configs)
 @example(config=load_preset("hold"))
-@example(config=load_preset("hold").replace(sites="stage"))
+@example(config=load_preset("unet-hold"))
 def test_a_config_survives_dict_json_and_yaml(config: MergeConfig) -> None:
     assert MergeConfig.from_dict(config.to_dict()) == config
     assert MergeConfig.from_json(config.to_json()) == config
@@ -166,17 +166,20 @@ def test_the_papers_variants_are_presets(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "preset"),
     [
-        ({}, "hold"),
-        ({"sites": "stage", "start": 0.1}, "hold"),
+        ({}, "unet-hold"),
+        ({"sites": "stage", "start": 0.1}, "unet-hold"),
+        ({"sites": "stage", "levels": (2,)}, "hold"),
+        ({"skip_first": 2, "start": 0.1}, "hold"),
+        ({"span": 1}, "hold"),
         ({"sites": "stage", "ratio": 0.5}, "unet"),
-        ({"start": 0.1, "anchor_every": 4, "gap_dtype": "float8"}, "hold"),
+        ({"start": 0.1, "anchor_every": 4, "gap_dtype": "float8"}, "unet-hold"),
         ({"method": "hold", "levels": (2,)}, "hold"),
         ({"ratio": 0.5}, "unet"),
         ({"anchor_every": 0}, "unet"),
         ({"start": 0.1, "regions": "tile"}, "unet"),
         ({"coverage": 0.9}, "unet"),
         ({"sites": "component"}, "unet"),
-        ({"schedule": {"start": 0.1}}, "hold"),
+        ({"schedule": {"start": 0.1}}, "unet-hold"),
         ({"schedule": {"start": 0.1}, "ratio": 0.5}, "unet"),
         ({"schedule": {"anchor_every": 0}}, "unet"),
         ({"schedule": Schedule(start=0.1)}, "unet"),
@@ -186,7 +189,8 @@ def test_the_papers_variants_are_presets(name: str) -> None:
     ],
 )
 def test_options_say_whether_to_hold_or_to_merge(options: dict[str, object], preset: str) -> None:
-    assert default_preset(options, "unet") == preset
+    assert default_preset(options, Defaults("unet", "unet-hold")) == preset
+    assert default_preset(options, Defaults("unet")) == {"unet-hold": "hold"}.get(preset, preset)
 
 
 def test_presets_come_from_files_too(tmp_path: Path) -> None:

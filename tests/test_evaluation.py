@@ -32,7 +32,7 @@ from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files, measure
 from tokenmerge.adapters import caches
 from tokenmerge.adapters.loading import load_pipeline
-from tokenmerge.catalog import load_preset
+from tokenmerge.catalog import Defaults, load_preset
 from tokenmerge.cli import main
 from tokenmerge.evaluation import plots, table
 from tokenmerge.evaluation.configurations import read_configurations
@@ -385,7 +385,7 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
 )
 def test_other_configurations_are_told_by_name(tmp_path: Path, begun: list[str], now: list[str], words: str) -> None:
     def settings(typed: list[str]) -> dict[str, Any]:
-        made = read_configurations(typed, None, "dit")
+        made = read_configurations(typed, None, Defaults("dit"))
         return {"configurations": {item.label: item.config.to_dict() for item in made}, "environment": {}}
 
     Folder(tmp_path).begin(settings(begun), resume=False)
@@ -578,7 +578,7 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         "mine@toma:regions=whole",
         "fixed one@toma:ratio=0.1",
     ]
-    made = read_configurations(typed, (0.5, 0.75), "dit")
+    made = read_configurations(typed, (0.5, 0.75), Defaults("dit"))
     assert [item.label for item in made] == [
         "none",
         typed[0],
@@ -591,10 +591,12 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
         "fixed one",
     ]
     assert [item.config.ratio for item in made[6:]] == [0.5, 0.75, 0.1]
-    assert read_configurations(["default"], None, "dit")[1].config == load_preset("hold")
-    assert len(read_configurations(["default:method=hold"], (0.5, 0.75), "dit")) == 2
+    assert read_configurations(["default"], None, Defaults("dit"))[1].config == load_preset("hold")
+    unet = Defaults("unet", "unet-hold")
+    assert read_configurations(["default"], None, unet)[1].config == load_preset("unet-hold")
+    assert len(read_configurations(["default:method=hold"], (0.5, 0.75), Defaults("dit"))) == 2
     assert made[6].series == made[7].series == "mine"
-    assert len(read_configurations([f"{'long' * 99}@toma"], None, "dit")[1].folder) < 120
+    assert len(read_configurations([f"{'long' * 99}@toma"], None, Defaults("dit"))[1].folder) < 120
     first = made[1].config
     assert (first.ratio, first.regions, first.components) == (0.25, "tile:8x8", ("self_attention", "mlp"))
     assert (first.merge_regions, first.schedule.start) == ("whole", 0.2)
@@ -610,12 +612,12 @@ def test_configurations_as_typed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
 def test_ratios_of_parts_are_not_swept(name: str) -> None:
     typed = [f"default:{name}=0.25,0.75", "unet"]
-    _, parts, *swept = read_configurations(typed, (0.5, 0.75), "dit")
+    _, parts, *swept = read_configurations(typed, (0.5, 0.75), Defaults("dit"))
     assert (parts.label, parts.knobs) == (typed[0], (0.25, 0.75))
     assert [item.knobs for item in swept] == [(0.5,), (0.75,)]
     assert plots._removed(Row(parts, {}, {}, {})) == 0.5
     with pytest.raises(TokenMergeError, match=f"ratio is 0.25, and {name} gives other ratios"):
-        read_configurations([f"{typed[0]},ratio=0.25"], None, "dit")
+        read_configurations([f"{typed[0]},ratio=0.25"], None, Defaults("dit"))
 
 
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
@@ -624,7 +626,7 @@ def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
     path = Path(__file__).parents[1] / "benchmarks" / "fronts" / f"{model}.args"
     options = cli._parser().parse_args(["eval", f"@{path}"])
     assert (options.model, options.size, options.batch) == (model, "512x512", 16)
-    found = read_configurations(options.configs, None, preset)
+    found = read_configurations(options.configs, None, Defaults(preset))
     assert len(found) == len(options.configs) + 1
     assert {"toma:ratio=0.5", f"{preset}:ratio=0.5"} <= {item.label for item in found}
 
@@ -637,7 +639,7 @@ def test_caches_as_typed_with_configurations() -> None:
         "fast@default:ratio=0.5 + mag:threshold=0.06,max_skip_steps=3",
         "none + taylorseer",
     ]
-    made = read_configurations(typed, (0.25, 0.75), "dit")[1:]
+    made = read_configurations(typed, (0.25, 0.75), Defaults("dit"))[1:]
     assert [item.label for item in made] == [
         "toma:regions=whole,ratio=0.25 + first-block:threshold=0.1",
         "toma:regions=whole,ratio=0.75 + first-block:threshold=0.1",
@@ -677,7 +679,7 @@ def test_caches_as_typed_with_configurations() -> None:
 )
 def test_configurations_that_cannot_be(typed: list[str], words: str) -> None:
     with pytest.raises(TokenMergeError, match=re.escape(words)):
-        read_configurations(typed, None, "unet")
+        read_configurations(typed, None, Defaults("unet"))
 
 
 @pytest.mark.parametrize(
@@ -909,7 +911,9 @@ def test_sixteen_series_are_told_apart_in_colour_and_in_print() -> None:
 
 
 def test_numbers_in_a_plot_do_not_overlap() -> None:
-    made = read_configurations([f"toma:skip_first={number}" for number in range(12)], (0.25, 0.5, 0.75), "dit")
+    made = read_configurations(
+        [f"toma:skip_first={number}" for number in range(12)], (0.25, 0.5, 0.75), Defaults("dit")
+    )
     rows = []
     for place, item in enumerate(made):
         timing = {"denoiser_seconds": 1 + 0.01 * (place % 5), "batch": 1}

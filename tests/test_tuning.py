@@ -23,8 +23,9 @@ import tokenmerge
 from interrupts import interrupt
 from judges import write_networks
 from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge.adapters import family_of
 from tokenmerge.adapters.loading import empty_denoiser, load_pipeline
-from tokenmerge.catalog import load_preset
+from tokenmerge.catalog import Defaults, load_preset
 from tokenmerge.cli import main
 from tokenmerge.evaluation.configurations import Configuration, read_configurations
 from tokenmerge.evaluation.prompts import read_prompts
@@ -42,13 +43,12 @@ from tokenmerge.tuning.space import (
     HELD_AXES,
     HELD_FIXED,
     STAGE_AXES,
-    STAGE_FIXED,
     draw_candidates,
     fits_regions,
 )
 
 MSE = BY_NAME["mse"]
-FAMILIES = {"dit-anchored": "tiny-flux", "unet-anchored": "tiny-sdxl"}
+FAMILIES = {Defaults("dit-anchored"): "tiny-flux", Defaults("unet-anchored", "unet-hold"): "tiny-sdxl"}
 ALWAYS = len(FIXED) + len(HELD_FIXED)
 # Of any drift: the fastest is wanted, which at this size takes two thirds of the time.
 BUDGET = Budget(MSE, 1e5)
@@ -98,41 +98,41 @@ def labels(points: list[Point]) -> list[str]:
     return [item.configuration.label for item in points]
 
 
-@pytest.mark.parametrize("preset", FAMILIES)
-def test_candidates_are_different_and_repeat_by_their_seed(preset: str) -> None:
-    drawn = draw_candidates(preset, 60, seed=3)
-    assert drawn == draw_candidates(preset, 60, seed=3)
-    assert drawn[:20] == draw_candidates(preset, 20, seed=3)
-    assert drawn[ALWAYS:] != draw_candidates(preset, 60, seed=4)[ALWAYS:]
+@pytest.mark.parametrize("defaults", FAMILIES)
+def test_candidates_are_different_and_repeat_by_their_seed(defaults: Defaults) -> None:
+    drawn = draw_candidates(defaults, 60, seed=3)
+    assert drawn == draw_candidates(defaults, 60, seed=3)
+    assert drawn[:20] == draw_candidates(defaults, 20, seed=3)
     assert len({item.config for item in drawn}) == len({item.folder for item in drawn}) == 60
-    fixed = [load_preset(preset).replace(**changes) for changes in FIXED]
-    held = [load_preset("hold").replace(**changes) for changes in HELD_FIXED]
-    assert [item.config for item in drawn[:ALWAYS]] == [*fixed, *held]
+    fixed = [load_preset(defaults.merging).replace(**changes) for changes in FIXED]
+    for preset in dict.fromkeys(("hold", defaults.holding)):
+        fixed += [load_preset(preset).replace(**changes) for changes in HELD_FIXED]
+    assert [item.config for item in drawn[: len(fixed)]] == fixed
+    assert drawn[len(fixed) :] != draw_candidates(defaults, 60, seed=4)[len(fixed) :]
     # What a table shows can be typed.
-    typed = read_configurations([item.label for item in drawn], None, preset)
+    typed = read_configurations([item.label for item in drawn], None, defaults)
     assert [item.config for item in typed[1:]] == [item.config for item in drawn]
 
 
-@pytest.mark.parametrize(("preset", "model"), FAMILIES.items())
-def test_models_take_every_candidate(preset: str, model: str) -> None:
+@pytest.mark.parametrize(("defaults", "model"), FAMILIES.items())
+def test_models_take_every_candidate(defaults: Defaults, model: str) -> None:
     denoiser, scale = empty_denoiser(model)
-    for candidate in draw_candidates(preset, 40, seed=0, stages=preset == "unet-anchored"):
+    assert family_of(denoiser).defaults == defaults
+    for candidate in draw_candidates(defaults, 40, seed=0):
         plan = tokenmerge.plan(denoiser, candidate.config, height=256, width=256, vae_scale_factor=scale)
         assert any(not site.skipped for site in plan.sites)
 
 
-@pytest.mark.parametrize(("preset", "stages"), [("dit-anchored", False), ("unet-anchored", True)])
-def test_no_candidate_is_without_meaning(preset: str, stages: bool) -> None:
-    configs = [item.config for item in draw_candidates(preset, 400, seed=1, stages=stages)]
-    fixed = [load_preset("hold").replace(**changes) for changes in STAGE_FIXED]
-    assert [config for config in configs if config.sites == "stage"][: len(fixed)] == (fixed if stages else [])
+@pytest.mark.parametrize("defaults", FAMILIES)
+def test_no_candidate_is_without_meaning(defaults: Defaults) -> None:
+    configs = [item.config for item in draw_candidates(defaults, 600, seed=1)]
     for config in configs:
         assert config.gap == "last" or config.schedule.anchor_every
         assert (config.unmerge == "pinv") == (config.temperature > 0.01)
         assert config.unmerge == "transpose" or config.merge == "mean"
         if config.regions == "tile:2x2":
             assert all((4 * ratio).is_integer() for ratio in config.ratios)
-    # Of 400 every entry of every axis is drawn.
+    # Of 600 every entry of every axis is drawn.
     for axes, holds, sites in ((AXES, False, "block"), (HELD_AXES, True, "block"), (STAGE_AXES, True, "stage")):
         drawn = [config for config in configs if (config.holds, config.sites) == (holds, sites)]
         for axis in axes.values() if drawn else ():
@@ -149,7 +149,7 @@ def test_regions_that_cannot_remove_what_is_asked() -> None:
 @pytest.mark.parametrize("count", [ALWAYS - 1, 1001])
 def test_numbers_of_candidates_that_cannot_be(count: int) -> None:
     with pytest.raises(TokenMergeError, match=f"--candidates is {count}"):
-        draw_candidates("dit-anchored", count, seed=0)
+        draw_candidates(Defaults("dit-anchored"), count, seed=0)
 
 
 def dominates(first: Point, second: Point) -> bool:

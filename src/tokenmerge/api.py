@@ -223,7 +223,7 @@ def resolve_config(
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
     if preset is None or preset == DEFAULT:
-        preset = default_preset(options, family.merging)
+        preset = default_preset(options, family.defaults)
     base = config or load_preset(preset)
     return base.changed(**options) if options else base
 
@@ -328,6 +328,7 @@ class _Observer:
     def __init__(
         self, denoiser: nn.Module, family: Family, plan_: Plan, state: MergeState, installation: Installation
     ) -> None:
+        self._plan = plan_
         self._state = state
         self._family = family
         self._installation = installation
@@ -341,21 +342,25 @@ class _Observer:
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._family.read(denoiser, args, kwargs)
+        stages = self._state.config.sites == "stage"
         if self._state.config.holds:
             # Blocks that run whole or not at all take what merged tokens cannot follow.
-            stages = self._state.config.sites == "stage"
-            between = self._family.between_blocks(args, kwargs, stages=stages)
+            between = self._family.between_blocks(args, kwargs)
             apart = between or self._installation.is_shared or not all(map(runs_as_made, self._loops))
             if stages and apart:
+                _check_offload(self._plan)
                 raise TokenMergeError(
-                    f"{between or 'a hook or a forward of others'} acts between the stages of the UNet, which are held "
-                    "all together; use sites='block'"
+                    "a hook or a forward of others acts between the stages of the UNet, which are held all together; "
+                    "use preset='hold', which holds blocks"
                 )
             call = call._replace(apart=bool(apart))
         else:
             self._family.refuse(self._state.config, args, kwargs)
             _check_chunks(self._first_block)
         self._state.enter(call)
+        if stages and self._state.mode == "merged":
+            # What was added at the anchor is held with the stages.
+            self._family.between_stages(args, kwargs).clear()
 
     @torch.compiler.disable
     def leave(self, *_: Any) -> None:

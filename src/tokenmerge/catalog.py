@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import MergeConfig, Schedule, TokenMergeError, did_you_mean, one_by_one
 
@@ -23,6 +23,7 @@ _TOMESD = MergeConfig(
 # Cells of 2x2, as ToDo has them. Other ratios make other cells.
 _CELLS = MergeConfig(ratio=0.75, regions="tile:2x2")
 _UNET, _DIT = MergeConfig(), MergeConfig(skip_first=0.25)
+_HOLD = MergeConfig(method="hold", ratio=1.0, gap="linear", schedule=Schedule(start=0.2, anchor_every=3))
 _ANCHORED: dict[str, Any] = {"merge": "pick", "start": 0.2, "anchor_every": 5}
 _PRESETS: dict[str, MergeConfig] = {
     "toma": _PAPER,
@@ -34,8 +35,9 @@ _PRESETS: dict[str, MergeConfig] = {
     "tofu": _TOMESD.replace(method="tofu"),
     "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
     "pool": _CELLS.replace(method="pool"),
-    # Nothing is merged: between anchors blocks do not run.
-    "hold": MergeConfig(method="hold", ratio=1.0, gap="linear", schedule=Schedule(start=0.2, anchor_every=3)),
+    # What `apply(pipe)` uses. Nothing is merged: between anchors blocks do not run, or a UNet's stages.
+    "hold": _HOLD,
+    "unet-hold": _HOLD.replace(sites="stage"),
     "random": MergeConfig(method="random"),
     "uniform": MergeConfig(method="uniform"),
     "none": MergeConfig(method="none", ratio=0.0),
@@ -48,10 +50,16 @@ _PRESETS: dict[str, MergeConfig] = {
     "unet-anchored": _UNET.replace(**_ANCHORED),
     "dit-anchored": _DIT.replace(**_ANCHORED, gap="linear", trust=0.25),
 }
-# Options that holding has too. Any other asks for tokens to be merged.
-_OF_HOLDING = frozenset(
-    ("gap", "gap_dtype", "levels", "skip_first", "skip_last", "span", "start", "stop", "anchor_every")
-)
+# Options that holding has too, and those that only held blocks have. Any other asks for tokens to be merged.
+_OF_HOLDING = frozenset(("gap", "gap_dtype", "start", "stop", "anchor_every"))
+_OF_HELD_BLOCKS = frozenset(("levels", "skip_first", "skip_last", "span"))
+
+
+class Defaults(NamedTuple):
+    """The presets of a model family, where none is named."""
+
+    merging: str
+    holding: str = "hold"
 
 
 def presets() -> dict[str, MergeConfig]:
@@ -59,15 +67,17 @@ def presets() -> dict[str, MergeConfig]:
     return dict(_PRESETS)
 
 
-def default_preset(options: Mapping[str, Any], merging: str) -> str:
-    """Where none is named: a method's own, or else blocks are held, which changes pictures least (docs/fidelity.md).
-    merging: what a family merges by, where an option asks for that."""
+def default_preset(options: Mapping[str, Any], defaults: Defaults) -> str:
+    """Where none is named: a method's own, or else what the family holds by, which changes pictures least
+    (docs/fidelity.md), and what it merges by where an option asks for that."""
     options = one_by_one(options)
     method = options.get("method")
     if method in _NAMESAKES:
         return str(method)
     asked = options.keys() - ({"sites"} if options.get("sites") == "stage" else ())
-    return "hold" if asked <= _OF_HOLDING and options.get("anchor_every") != 0 else merging
+    if options.get("anchor_every") == 0 or not asked <= _OF_HOLDING | _OF_HELD_BLOCKS:
+        return defaults.merging
+    return "hold" if asked & _OF_HELD_BLOCKS else defaults.holding
 
 
 def load_preset(name: str | Path) -> MergeConfig:

@@ -272,7 +272,7 @@ class MergeConfig:
             if getattr(self, name) != getattr(MergeConfig, name):
                 raise TokenMergeError(
                     f"{name} is {getattr(self, name)!r}, and stages are held all together; leave it out, or use "
-                    "sites='block'"
+                    "preset='hold', which holds blocks"
                 )
         if not self.schedule.anchor_every:
             raise TokenMergeError(

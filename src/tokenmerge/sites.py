@@ -351,7 +351,7 @@ class HeldStage(Site):
     def take_entered(self) -> Tensor:
         """What entered the first stage in this call, which is kept no longer."""
         if self.memory.entered is None:
-            raise TokenMergeError(f"{self.name!r} ran without the first of the stages that are held; use sites='block'")
+            raise TokenMergeError(f"{self.name!r} ran without the first of the stages that are held; use preset='hold'")
         (features, _), self.memory.entered = self.memory.entered, None
         return features
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calls import DenoiserCall
+from ..catalog import Defaults
 from ..config import MergeConfig, TokenMergeError
 from ..sites import Argument, Ports
 
@@ -55,7 +56,7 @@ class Family:
 
     name: str
     denoiser: type[nn.Module]
-    merging: str  # the preset by which tokens are merged, where none is named
+    defaults: Defaults
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
@@ -64,7 +65,8 @@ class Family:
     shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
     span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
     stages: Callable[[Any], list[Block]] | None = None  # all between its first and last layer, in the order they run
-    stage_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between stages
+    # From the arguments of a call: what is added between stages, in a list that the denoiser empties.
+    between_stages: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]] = lambda args, kwargs: []
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
     attention_kwargs: Argument = Argument("joint_attention_kwargs", 7)
 
@@ -92,10 +94,9 @@ class Family:
         if between and config.sites == "span":
             raise TokenMergeError(f"{between} acts between blocks, where a span has merged tokens; use sites='block'")
 
-    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, stages: bool = False) -> str:
-        """An argument of a denoiser call that acts between blocks, or between stages, if there is one."""
-        breakers = self.stage_breakers if stages else self.span_breakers
-        given = (item.name for item in breakers if item.read(args, kwargs) is not None)
+    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """An argument of a denoiser call that acts between blocks, if there is one."""
+        given = (item.name for item in self.span_breakers if item.read(args, kwargs) is not None)
         return next(given, "")
 
 

@@ -8,6 +8,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from ..calls import DenoiserCall
+from ..catalog import Defaults
 from ..sites import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, noise
 
@@ -91,7 +92,7 @@ def _example(transformer: FluxTransformer2DModel, batch: int, height: int, width
 FAMILY = Family(
     name="flux",
     denoiser=FluxTransformer2DModel,
-    merging="dit-anchored",
+    defaults=Defaults(merging="dit-anchored"),
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,

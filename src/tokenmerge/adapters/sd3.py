@@ -8,6 +8,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from ..calls import DenoiserCall
+from ..catalog import Defaults
 from ..sites import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
@@ -62,7 +63,7 @@ def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width:
 FAMILY = Family(
     name="sd3",
     denoiser=SD3Transformer2DModel,
-    merging="dit-anchored",
+    defaults=Defaults(merging="dit-anchored"),
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
+from torch import Tensor
 
 from ..calls import DenoiserCall
+from ..catalog import Defaults
 from ..sites import Argument, Ports
 from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
@@ -27,6 +29,9 @@ _STAGE = BlockKind(Ports(), {})
 
 _SAMPLE = Argument("sample", 0)
 _TIMESTEP = Argument("timestep", 1)
+_DOWN_RESIDUALS = Argument("down_block_additional_residuals", 8)
+_MID_RESIDUAL = Argument("mid_block_additional_residual", 9)
+_ADAPTER_RESIDUALS = Argument("down_intrablock_additional_residuals", 10)
 # Of CLIP.
 _TEXT_TOKENS = 77
 
@@ -68,6 +73,14 @@ def _read(unet: UNet2DConditionModel, args: tuple[Any, ...], kwargs: dict[str, A
     return DenoiserCall(batch, sample.dtype, sample.device, timestep, height, width)
 
 
+def _between_stages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Of T2I-Adapters, which once came as a ControlNet's residuals do. Those of a ControlNet are not taken away."""
+    given = _ADAPTER_RESIDUALS.read(args, kwargs)
+    if given is None and _MID_RESIDUAL.read(args, kwargs) is None:
+        given = _DOWN_RESIDUALS.read(args, kwargs)
+    return [] if given is None else given
+
+
 def _plan_call(unet: UNet2DConditionModel, height: int, width: int) -> DenoiserCall:
     return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height, width)
 
@@ -89,7 +102,7 @@ def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) ->
 FAMILY = Family(
     name="unet",
     denoiser=UNet2DConditionModel,
-    merging="unet-anchored",
+    defaults=Defaults(merging="unet-anchored", holding="unet-hold"),
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
@@ -97,8 +110,7 @@ FAMILY = Family(
     unit=lambda unet, scale: math.lcm(8, scale),
     example=_example,
     stages=_held_stages,
-    # Of T2I-Adapters. What a ControlNet adds is held with the stages that take it.
-    stage_breakers=(Argument("down_intrablock_additional_residuals", 10),),
+    between_stages=_between_stages,
     masks=(Argument("attention_mask", 5),),
     attention_kwargs=Argument("cross_attention_kwargs", 6),
 )

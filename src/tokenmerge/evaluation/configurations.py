@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.caches import StepCache, read_cache
-from ..catalog import DEFAULT, default_preset, load_preset
+from ..catalog import DEFAULT, Defaults, default_preset, load_preset
 from ..config import MergeConfig, TokenMergeError, did_you_mean
 from ..options import config_fields, parse_as, read_fields
 
@@ -71,7 +71,7 @@ class Configuration:
 
 
 def read_configurations(
-    asked: Sequence[str | Configuration], ratios: Sequence[float] | None, family_merging: str
+    asked: Sequence[str | Configuration], ratios: Sequence[float] | None, defaults: Defaults
 ) -> tuple[Configuration, ...]:
     """The baseline first, then what was asked for, in order; where a text gives no ratio, and none for
     parts, once for each of `ratios`."""
@@ -84,7 +84,7 @@ def read_configurations(
         merging, plus, typed_cache = typed.partition(_CACHE)
         head, changes = _split(merging)
         swept = bool(ratios) and "ratio" not in changes
-        base = _base(head, {**changes, "ratio": None} if swept else changes, family_merging).changed(**changes)
+        base = _base(head, {**changes, "ratio": None} if swept else changes, defaults).changed(**changes)
         cache = read_cache(typed_cache) if plus else None
         if text == BASELINE:
             continue
@@ -135,9 +135,9 @@ def _value(text: str, name: str, value: str) -> Any:
         raise TokenMergeError(f"configuration {text!r}: {name} cannot be {value!r} ({error})") from error
 
 
-def _base(head: str, changes: Mapping[str, Any], family_merging: str) -> MergeConfig:
+def _base(head: str, changes: Mapping[str, Any], defaults: Defaults) -> MergeConfig:
     """The preset that a text begins with, before its changes; "default" is what `apply` would take with them."""
-    return load_preset(default_preset(changes, family_merging) if head == DEFAULT else head)
+    return load_preset(default_preset(changes, defaults) if head == DEFAULT else head)
 
 
 def _check_different(configurations: Sequence[Configuration]) -> None:

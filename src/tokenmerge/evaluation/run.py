@@ -132,8 +132,8 @@ class Evaluation:
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
             self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
         self._pipe.set_progress_bar_config(disable=True)
-        merging = family_of(denoiser_of(self._pipe)).merging
-        configurations = read_configurations(task.configurations, task.ratios, merging)
+        family = family_of(denoiser_of(self._pipe))
+        configurations = read_configurations(task.configurations, task.ratios, family.defaults)
         width, height = picture_size(task.size, self._defaults, self._pipe)
         self._request = Request(
             "", task.steps or self._defaults.steps, width, height, (), task.guidance, self._defaults

@@ -92,9 +92,8 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     family = family_of(empty_denoiser(search.model)[0])
     # What writes the preset in the end must be there.
-    load_preset(family.merging).to_yaml()
-    stages = family.stages is not None
-    configurations = list(draw_candidates(family.merging, search.candidates, search.seed, stages=stages))
+    load_preset(family.defaults.merging).to_yaml()
+    configurations = list(draw_candidates(family.defaults, search.candidates, search.seed))
     if 2 ** (search.rungs - 1) > search.candidates:
         raise TokenMergeError(
             f"--rungs is {search.rungs}, and {search.candidates} candidates are one after fewer halvings; "

@@ -7,7 +7,7 @@ from dataclasses import fields
 from random import Random
 from typing import Any
 
-from ..catalog import load_preset
+from ..catalog import Defaults, load_preset
 from ..config import GAPS, MergeConfig, Schedule, TokenMergeError
 from ..evaluation.configurations import Configuration
 
@@ -54,8 +54,8 @@ HELD_AXES: dict[str, tuple[Changes, ...]] = {
     "start": _STARTS,
     "skip_first": _SKIPS,
 }
-# And for stages of a UNet that do not.
-STAGE_AXES: dict[str, tuple[Changes, ...]] = {**HELD_AXES, "skip_first": ({"sites": "stage"},)}
+# And for stages of a UNet that do not, which are held all together.
+STAGE_AXES: dict[str, tuple[Changes, ...]] = {name: HELD_AXES[name] for name in ("anchors", "start")}
 # Always among the candidates: what a user would try first.
 FIXED: tuple[Changes, ...] = (
     *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75)),
@@ -63,20 +63,18 @@ FIXED: tuple[Changes, ...] = (
     {"ratio": 0.5, **_EVEN, "anchor_every": 0, "gap": "last", "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
 )
 HELD_FIXED: tuple[Changes, ...] = ({"anchor_every": 3}, {"anchor_every": 5})
-STAGE_FIXED: tuple[Changes, ...] = ({"sites": "stage"},)
 # Far fewer than the axes have combinations, so that drawing new ones stays easy.
 MOST = 1000
 
 
-def draw_candidates(merging: str, count: int, seed: int, *, stages: bool = False) -> tuple[Configuration, ...]:
+def draw_candidates(defaults: Defaults, count: int, seed: int) -> tuple[Configuration, ...]:
     """`count` different candidates: the fixed ones, then ones drawn from any kind of axes by a generator of its own.
 
-    merging: the preset of the model's family, which like "hold" gives all fields that no axis has. stages: whether the
-    family has some.
+    defaults: the presets of the model's family, which like "hold" give all fields that no axis has.
     """
-    kinds = [(merging, FIXED, AXES), (_HOLD, HELD_FIXED, HELD_AXES)]
-    if stages:
-        kinds.append((_HOLD, STAGE_FIXED, STAGE_AXES))
+    kinds = [(defaults.merging, FIXED, AXES), (_HOLD, HELD_FIXED, HELD_AXES)]
+    if load_preset(defaults.holding).sites == "stage":
+        kinds.append((defaults.holding, HELD_FIXED, STAGE_AXES))
     fixed = [(preset, changes) for preset, listed, _ in kinds for changes in listed]
     if not len(fixed) <= count <= MOST:
         raise TokenMergeError(
