@@ -10,6 +10,7 @@ configurations that `tokenmerge eval` takes are in benchmarks/fronts.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 
 from PIL import Image
 
+from tokenmerge.adapters.loading import empty_denoiser
+from tokenmerge.api import config_for
 from tokenmerge.catalog import load_preset
 from tokenmerge.config import MergeConfig
 from tokenmerge.evaluation.configurations import Configuration
@@ -42,7 +45,7 @@ KINDS = {
     "anchored": ("#0072B2", "o"),
     "step cache of diffusers": ("#009E73", "^"),
     "anchored, with a step cache": ("#CC79A7", "P"),
-    "held": ("#000000", "*"),
+    "held blocks": ("#000000", "*"),
     "held stages": ("#8B0000", "X"),
 }
 
@@ -53,7 +56,7 @@ def kind_of(record: dict[str, Any]) -> str:
     if config["method"] == "none":
         return "step cache of diffusers"
     if config["method"] == "hold":
-        return "held stages" if config["sites"] == "stage" else "held"
+        return "held stages" if config["sites"] == "stage" else "held blocks"
     if cached:
         return "anchored, with a step cache"
     if config["method"] != "toma":
@@ -135,12 +138,23 @@ def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def _is(preset: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
-    config = load_preset(preset).replace(**changes).to_dict()
-    return lambda record: record["cache"] is None and _plain(record["config"]) == _plain(config)
+    config = load_preset(preset).replace(**changes)
+    return lambda record: record["cache"] is None and record["config"] == _as_read(config)
 
 
-def _plain(config: dict[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True)
+def _applied(**options: Any) -> Callable[[dict[str, Any]], bool]:
+    """What `apply` makes of these options, in whatever model a record is of."""
+    return lambda record: record["cache"] is None and record["config"] == _applied_to(record["model"], **options)
+
+
+@functools.cache
+def _applied_to(model: str, **options: Any) -> dict[str, Any]:
+    return _as_read(config_for(empty_denoiser(model)[0], **options))
+
+
+def _as_read(config: MergeConfig) -> dict[str, Any]:
+    """As a record has it, where tuples are lists."""
+    return dict(json.loads(config.to_json()))
 
 
 def _is_cache(name: str, **values: Any) -> Callable[[dict[str, Any]], bool]:
@@ -161,11 +175,12 @@ _CHOICES = {
     "the paper's `toma-tile` at ratio 0.5": _is("toma-tile", ratio=0.5),
     "the `tomesd` package's method at ratio 0.5": _is("tomesd", ratio=0.5),
     "small tiles at every step (`unet`, `dit`), ratio 0.5": _any(_is("unet", ratio=0.5), _is("dit", ratio=0.5)),
-    "`apply(pipe, ratio=0.75)`": _any(_is("unet-anchored", ratio=0.75), _is("dit-anchored", ratio=0.75)),
+    "`apply(pipe, ratio=0.75)`": _applied(ratio=0.75),
     "MagCache of diffusers, at most one skip": _is_cache("mag", max_skip_steps=1),
     "MagCache of diffusers, at most three skips": _is_cache("mag", max_skip_steps=3),
-    "**`apply(pipe)`**": _is("hold"),
-    "`apply(pipe, anchor_every=5)`": _is("hold", anchor_every=5),
+    "`apply(pipe, anchor_every=2)`": _applied(anchor_every=2),
+    "**`apply(pipe)`**": _applied(),
+    "`apply(pipe, anchor_every=5)`": _applied(anchor_every=5),
 }
 _HEADER = ["configuration", "denoiser speed-up", "LPIPS ↓", "MSE ↓", "FID ↓"]
 
