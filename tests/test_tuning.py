@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 
 import tokenmerge
@@ -50,7 +51,7 @@ from tokenmerge.tuning.space import (
 MSE = BY_NAME["mse"]
 FAMILIES = {Defaults("dit-anchored"): "tiny-flux", Defaults("unet-anchored", "unet-hold"): "tiny-sdxl"}
 ALWAYS = len(FIXED) + len(HELD_FIXED)
-# Of any drift: the fastest is wanted, which at this size takes two thirds of the time.
+# Of any drift: the fastest is wanted.
 BUDGET = Budget(MSE, 1e5)
 # The fixed candidates and one that is drawn, in as many steps as it takes for all of them to merge in some.
 SEARCH = Search(
@@ -62,12 +63,12 @@ SEARCH = Search(
     number=1,
     steps=5,
     guidance=1.0,
-    size="192x192",
+    size="256x256",
     repeats=2,
     device="cpu",
 )
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
-COMMAND += ["--guidance", "1", "--size", "192x192", "--repeats", "2", "--device", "cpu"]
+COMMAND += ["--guidance", "1", "--size", "256x256", "--repeats", "2", "--device", "cpu"]
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
@@ -82,9 +83,12 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that nobody disturbed."""
-    out = tmp_path_factory.mktemp("tuning")
-    assert tune(SEARCH, out).reached
+    """A search that nobody disturbed, made once for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tuning"
+    with FileLock(f"{out}.lock"):
+        if not (out / "preset.yaml").exists():
+            assert tune(SEARCH, out, resume=out.exists()).reached
     return out
 
 
@@ -272,7 +276,7 @@ def test_what_a_search_writes(finished: Path) -> None:
     assert marked.endswith(f"| {found['chosen']['label']} |")
     assert "4 prompts that the search had not seen" in text
     header = [line for line in (finished / "preset.yaml").read_text().splitlines() if line.startswith("#")]
-    for words in ("MSE", "192x192 pixels", "5 steps", "tiny-flux"):
+    for words in ("MSE", "256x256 pixels", "5 steps", "tiny-flux"):
         assert any(words in line for line in header)
 
 
@@ -287,7 +291,7 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
         made = []
         for prompt in held_out["prompts"]:
             for seed in held_out["seeds"]:
-                request = Request(prompt, 5, 192, 192, (), 1.0, defaults)
+                request = Request(prompt, 5, 256, 256, (), 1.0, defaults)
                 made.append(np.asarray(draw(pipe, request, (seed,), 5, torch.device("cpu"))[0][0], dtype=np.float64))
         return np.stack(made)
 
