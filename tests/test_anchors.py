@@ -617,11 +617,13 @@ def test_what_others_do_between_stages_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])
-def test_models_without_stages_are_refused(kind: str) -> None:
+@pytest.mark.parametrize("options", [{"sites": "stage"}, {"preset": "unet-hold"}])
+def test_models_without_stages_are_refused(kind: str, options: dict[str, Any]) -> None:
     pipe = tiny.build(kind)
-    with pytest.raises(tokenmerge.TokenMergeError, match="has none; use sites='block'"):
-        tokenmerge.apply(pipe, sites="stage")
+    with pytest.raises(tokenmerge.TokenMergeError, match="has none; use preset='hold', which holds all its blocks"):
+        tokenmerge.apply(pipe, **options)
     assert tokenmerge.summary(pipe).plan is None
+    assert tokenmerge.summary(tokenmerge.apply(pipe, preset="hold")).plan.config.holds
 
 
 def test_a_plan_of_held_stages_counts_their_transformer_blocks() -> None:

@@ -344,7 +344,7 @@ def _block_sites(
 def _stage_sites(denoiser: nn.Module, family: Family, config: MergeConfig) -> list[PlannedSite]:
     if family.stages is None:
         raise TokenMergeError(
-            f"sites='stage' holds the stages of a UNet, and {type(denoiser).__name__} has none; use sites='block', "
+            f"sites='stage' holds the stages of a UNet, and {type(denoiser).__name__} has none; use preset='hold', "
             "which holds all its blocks"
         )
     stages = family.stages(denoiser)
