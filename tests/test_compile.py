@@ -166,6 +166,19 @@ def test_a_window_takes_one_more_set_of_graphs(kind: str, how: str) -> None:
     assert counter.frame_count == first
 
 
+@pytest.mark.parametrize("how", ["whole", "wrapped"])
+def test_held_stages_take_three_graphs_of_a_whole_unet(how: str) -> None:
+    """Of whole steps, anchors and held steps."""
+    pipe = tokenmerge.apply(build("sdxl"))
+    eager = tiny.draw(pipe, steps=8)
+    counter = CompileCounterWithBackend("eager")
+    compile_model(pipe, how, counter)
+    for _ in range(2):
+        torch.testing.assert_close(tiny.draw(pipe, steps=8), eager, rtol=0, atol=1e-5)
+        assert counter.frame_count == 3
+    assert tokenmerge.summary(pipe).steps == {"full": 2, "anchor": 3, "merged": 3}
+
+
 def test_true_guidance_shares_the_graphs_of_one_call() -> None:
     pipe = apply(build("flux", "whole"), sites="block")
     negative = {
