@@ -617,11 +617,50 @@ def test_what_others_do_between_stages_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])
-def test_models_without_stages_are_refused(kind: str) -> None:
+@pytest.mark.parametrize("options", [{"sites": "stage"}, {"preset": "unet-hold"}])
+def test_models_without_stages_are_refused(kind: str, options: dict[str, Any]) -> None:
     pipe = tiny.build(kind)
-    with pytest.raises(tokenmerge.TokenMergeError, match="has none; use sites='block'"):
-        tokenmerge.apply(pipe, sites="stage")
+    with pytest.raises(tokenmerge.TokenMergeError, match="has none; use preset='hold', which holds all its blocks"):
+        tokenmerge.apply(pipe, **options)
     assert tokenmerge.summary(pipe).plan is None
+    assert tokenmerge.summary(tokenmerge.apply(pipe, preset="hold")).plan.config.holds
+
+
+BLOCKLESS: dict[str, dict[str, Any]] = {
+    "latent upscaler": {
+        "down_block_types": ("KDownBlock2D", *["KCrossAttnDownBlock2D"] * 3),
+        "up_block_types": (*["KCrossAttnUpBlock2D"] * 3, "KUpBlock2D"),
+        "mid_block_type": None,
+        "block_out_channels": (32, 32, 64, 64),
+        "layers_per_block": 2,
+        "norm_num_groups": None,
+        "resnet_time_scale_shift": "scale_shift",
+        "time_embedding_type": "fourier",
+    },
+    "Kandinsky and IF": {
+        "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+        "block_out_channels": (8, 16),
+    },
+}
+
+
+@pytest.mark.parametrize("changes", BLOCKLESS.values(), ids=BLOCKLESS)
+def test_unets_without_transformer_blocks_have_stages_to_hold(changes: dict[str, Any]) -> None:
+    pipe = tiny.build("sd", unet=tiny.sd_unet(**changes))
+    whole = tiny.draw(pipe, steps=8)
+    for options in ({"ratio": 0.5}, {"preset": "hold"}):
+        with pytest.raises(tokenmerge.TokenMergeError, match=r"has no transformer blocks\); use preset='unet-hold'"):
+            tokenmerge.apply(pipe, **options)
+    held = tiny.draw(tokenmerge.apply(pipe), steps=8)
+    assert held.isfinite().all()
+    assert not torch.equal(held, whole)
+    told = tokenmerge.summary(pipe)
+    assert told.plan.config == tokenmerge.presets()["unet-hold"]
+    assert told.steps["merged"] > 0
+    tokenmerge.remove(pipe)
+    assert torch.equal(tiny.draw(pipe, steps=8), whole)
 
 
 def test_a_plan_of_held_stages_counts_their_transformer_blocks() -> None:

@@ -166,6 +166,19 @@ def test_a_window_takes_one_more_set_of_graphs(kind: str, how: str) -> None:
     assert counter.frame_count == first
 
 
+@pytest.mark.parametrize("how", ["whole", "wrapped"])
+def test_held_stages_take_three_graphs_of_a_whole_unet(how: str) -> None:
+    """Of whole steps, anchors and held steps."""
+    pipe = tokenmerge.apply(build("sdxl"))
+    eager = tiny.draw(pipe, steps=8)
+    counter = CompileCounterWithBackend("eager")
+    compile_model(pipe, how, counter)
+    for _ in range(2):
+        torch.testing.assert_close(tiny.draw(pipe, steps=8), eager, rtol=0, atol=1e-5)
+        assert counter.frame_count == 3
+    assert tokenmerge.summary(pipe).steps == {"full": 2, "anchor": 3, "merged": 3}
+
+
 def test_true_guidance_shares_the_graphs_of_one_call() -> None:
     pipe = apply(build("flux", "whole"), sites="block")
     negative = {
@@ -391,6 +404,37 @@ def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_i
         hold = partial(graphs._held, device=torch.device("cpu"))
         denoiser(**pytree.tree_map_only(torch.Tensor, hold, arguments))
     assert counter.frame_count == compiled
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_call_that_could_not_be_recorded_has_all_it_was_given(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A UNet empties the list of a T2I-Adapter's features, also while a recording of it fails."""
+
+    class Failing:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None:
+            raise RuntimeError("capture failed")
+
+    for name in ("CUDAGraph", "graph_pool_handle", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph", Failing)
+    unet = tiny.short_sdxl_unet()
+    given = family_of(unet).example(unet, 2, 8, 8)
+
+    def arguments() -> dict[str, Any]:
+        return {**given, "down_intrablock_additional_residuals": [tiny.noise(2, 8, 4, 4)]}
+
+    expected = unet(**arguments()).sample
+    assert not torch.equal(expected, unet(**given).sample)
+    recorder = graphs.GraphedForward(unet, lambda: None)
+    for _ in range(failures):
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), arguments())
+        leaves, structure = pytree.tree_flatten(call)
+        output = recorder._record("key", None, leaves, structure, call, torch.device("cpu"))
+        assert torch.equal(output.sample, expected)
 
 
 def test_graphs_that_are_undone_let_go_of_what_was_merged() -> None:

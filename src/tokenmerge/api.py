@@ -84,8 +84,9 @@ def apply(
 ) -> Model:
     """Hold blocks or merge tokens in a pipeline or its denoiser, until `remove`.
 
-    config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either blocks are
-    held; where options speak of merging, tokens are merged by the preset of the model's family, or `method`'s own.
+    config: a whole `MergeConfig`; or preset: the name of one, or a YAML or JSON file. Without either blocks are held,
+    or a UNet's stages; where options speak of merging, tokens are merged by the preset of the model's family, or
+    `method`'s own.
     options: fields of `MergeConfig` or `Schedule` that change it. `schedule` may be a mapping, of those of its fields
     that change, or a whole `Schedule`, which replaces all: one without `anchor_every` has no anchors, and merges.
     scheduler: for a bare denoiser, the scheduler that drives it. Without one steps are told apart by their timesteps,

@@ -173,9 +173,8 @@ class GraphedForward:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [_held(each, device) for each in tensors]
         held = iter(inputs)
-        args, kwargs = pytree.tree_unflatten(
-            [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-        )
+        held_leaves = [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(held_leaves, structure)
         before = phases.done() if phases is not None else None
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -197,6 +196,8 @@ class GraphedForward:
             # The held tensors may be such that blocks are compiled for them once more, which no capture can hold; run
             # as it is, the call does that.
             self._failed.add(key)
+            # A denoiser may have emptied a list that it was given, as that of a T2I-Adapter's features.
+            args, kwargs = pytree.tree_unflatten(held_leaves, structure)
             return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
         done, owners = (phases.done(), phases.owners()) if phases is not None else (None, None)

@@ -195,16 +195,16 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
     list_sites = _component_sites if config.sites == "component" else _block_sites
     parts = _parts(blocks, skipped, config)
     sites = list_sites(blocks, skipped, parts, config)
-    if config.method != "none" and any(config.ratios) and not any(not site.skipped for site in sites):
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(sites).items())
-        raise TokenMergeError(
-            f"no site of {type(denoiser).__name__} would be merged ({reasons or 'it has no transformer blocks'}); "
-            "change levels, components, skip_first or skip_last"
-        )
     groups = () if call is None else tuple(_planned_groups(blocks, sites, parts, config, call))
     if config.sites == "stage":
-        # With the transformer blocks in them, by which work is counted.
+        # With the transformer blocks in them, if there are any, by which work is counted.
         sites = _stage_sites(denoiser, family, config)
+    if config.method != "none" and any(config.ratios) and not any(not site.skipped for site in sites):
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(sites).items())
+        way_out = "change levels, components, skip_first or skip_last"
+        if not sites:
+            reasons, way_out = "it has no transformer blocks", f"use preset={family.defaults.holding!r}"
+        raise TokenMergeError(f"no site of {type(denoiser).__name__} would be merged ({reasons}); {way_out}")
     return Plan(type(denoiser).__name__, family.name, config, tuple(sites), groups)
 
 
@@ -344,7 +344,7 @@ def _block_sites(
 def _stage_sites(denoiser: nn.Module, family: Family, config: MergeConfig) -> list[PlannedSite]:
     if family.stages is None:
         raise TokenMergeError(
-            f"sites='stage' holds the stages of a UNet, and {type(denoiser).__name__} has none; use sites='block', "
+            f"sites='stage' holds the stages of a UNet, and {type(denoiser).__name__} has none; use preset='hold', "
             "which holds all its blocks"
         )
     stages = family.stages(denoiser)

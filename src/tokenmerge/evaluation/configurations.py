@@ -1,7 +1,7 @@
 """The list of configurations to compare, as typed.
 
 none                                    the unmerged model, which is always there
-default                                 what `apply` does: held blocks, or with a ratio anchored merging
+default                                 what `apply` does: held blocks or stages, or with a ratio anchored merging
 toma                                    a preset
 toma:ratio=0.5,regions=stripe:64        a preset with fields changed
 toma:components=self_attention,mlp      a list: what has no = belongs to the field before it
