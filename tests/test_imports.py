@@ -29,7 +29,7 @@ LAYERS = [
     ["state"],
     ["anchors"],
     ["groups"],
-    ["slots", "watch", "tables", "pictures", "gaps", "calls", "clock"],
+    ["slots", "watch", "tables", "pictures", "gaps", "calls", "clock", "noise"],
     ["methods"],
     ["mergemap", "clustermap"],
     ["ops"],

@@ -95,8 +95,8 @@ def apply(
     """
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
-    config = resolve_config(family, config, preset, options)
     scheduler_of = _scheduler_source(model, scheduler)
+    config = resolve_config(family, config, preset, options, scheduler_of())
     _check_applicable(denoiser, family, config, scheduler_of())
     _apply_plan(denoiser, family, plan_model(denoiser, family, config), scheduler_of)
     return model
@@ -143,7 +143,7 @@ def plan(
     """What `apply` would do at `height` x `width` pixels, without doing it. The model may be on the meta device."""
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
-    config = resolve_config(family, config, preset, options)
+    config = resolve_config(family, config, preset, options, _scheduler_source(model, None)())
     scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
     if min(height, width) < scale:
         raise TokenMergeError(f"{height}x{width} pixels are less than one {scale}-pixel latent; give a larger size")
@@ -213,20 +213,21 @@ def supported_models() -> tuple[str, ...]:
 
 def config_for(model: Any, preset: str | None = None, **options: Any) -> MergeConfig:
     """The config that `apply` would use for a model."""
-    return resolve_config(family_of(denoiser_of(model)), None, preset, options)
+    return resolve_config(family_of(denoiser_of(model)), None, preset, options, _scheduler_source(model, None)())
 
 
 def resolve_config(
-    family: Family, config: MergeConfig | None, preset: str | None, options: dict[str, Any]
+    family: Family, config: MergeConfig | None, preset: str | None, options: dict[str, Any], scheduler: Any
 ) -> MergeConfig:
     if config is not None and not isinstance(config, MergeConfig):
         raise TypeError(f"config is a {type(config).__name__}; give a MergeConfig, or options by name")
     if config is not None and preset is not None:
         raise TokenMergeError("both a config and a preset were given; give one of them")
-    if preset is None or preset == DEFAULT:
-        preset = default_preset(options, family.defaults)
-    base = config or load_preset(preset)
-    return base.changed(**options) if options else base
+    if config is None:
+        if preset is None or preset == DEFAULT:
+            preset = default_preset(options, family.defaults_under(scheduler))
+        config = load_preset(preset)
+    return config.changed(**options) if options else config
 
 
 def told_steps(steps: dict[str, int], *, held: bool = False) -> str:
@@ -259,7 +260,8 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
     state, installation = None, Installation()
     try:
         # Reads the scheduler, which may be anybody's.
-        state = MergeState(plan_.config, scheduler_of if plan_.merged_sites else lambda: None)
+        source = scheduler_of if plan_.merged_sites else lambda: None
+        state = MergeState(plan_.config, source, family.way_out_of_noise(plan_.config))
         if plan_.merged_sites:
             _install(denoiser, family, plan_, state, installation)
     except BaseException:

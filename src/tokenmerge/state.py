@@ -21,18 +21,22 @@ from .config import MergeConfig, TokenMergeError
 from .grid import TokenGrid
 from .groups import MergeGroup
 from .methods import Method, method_for
+from .noise import adds_noise
 from .slots import MAX_CALLS
 from .watch import watch
 
 # Where `apply` keeps its record, on the denoiser itself so that both live and die together.
 RECORD = "_tokenmerge"
+# Of a scheduler's step: how much noise it adds, where it adds none by itself.
+_NOISE_ARGUMENTS = ("eta", "s_churn")
 
 
 class MergeState:
     """Everything one `apply` remembers. Sites and hooks refer to it; it knows none of them."""
 
-    def __init__(self, config: MergeConfig, scheduler: Callable[[], Any]) -> None:
+    def __init__(self, config: MergeConfig, scheduler: Callable[[], Any], way_out_of_noise: str = "") -> None:
         self.config = config
+        self._way_out_of_noise = way_out_of_noise  # where a scheduler that adds noise is refused
         self.clock = Clock()
         self.groups: list[MergeGroup] = []
         self.mode = "merged"  # or full, or anchor: merged and full both
@@ -217,6 +221,8 @@ class MergeState:
         # A pipeline may be gone and its denoiser and scheduler live on in another one.
         if scheduler is None or scheduler is self._watched():
             return
+        if self._way_out_of_noise and adds_noise(scheduler):
+            raise self._noisy(scheduler)
         self._forget_scheduler()
         self._watched = weakref.ref(scheduler)
         self._stop_watching = watch(scheduler, self)
@@ -258,9 +264,17 @@ class MergeState:
                 "the scheduler was stepped twice from one timestep: parts of a picture, or several, take turns, and "
                 "their calls cannot be told apart; let one call have all of them (view_batch_size), or remove first"
             )
+        if self._way_out_of_noise and any(named.get(name) for name in _NOISE_ARGUMENTS):
+            raise self._noisy(scheduler)
         self._stepped = timestep
         self.clock.next_step()
         self._set_mode()
+
+    def _noisy(self, scheduler: Any) -> TokenMergeError:
+        return TokenMergeError(
+            f"{type(scheduler).__name__} adds noise at its steps; between anchors nothing that runs would see it, and "
+            f"it would stay in the picture: {self._way_out_of_noise}"
+        )
 
     def _begin(self, scheduler: Any, timestep: Tensor) -> int:
         """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""

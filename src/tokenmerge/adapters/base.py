@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..calls import DenoiserCall
 from ..catalog import Defaults
 from ..config import MergeConfig, TokenMergeError
+from ..noise import adds_noise
 from ..sites import Argument, Ports
 
 
@@ -56,7 +57,7 @@ class Family:
 
     name: str
     denoiser: type[nn.Module]
-    defaults: Defaults
+    defaults: Defaults  # where no preset is named
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
@@ -69,6 +70,17 @@ class Family:
     between_stages: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]] = lambda args, kwargs: []
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
     attention_kwargs: Argument = Argument("joint_attention_kwargs", 7)
+
+    def defaults_under(self, scheduler: Any) -> Defaults:
+        """The same, but under a scheduler that adds noise UNets hold blocks: the convolutions around those see it."""
+        noisy = self.stages is not None and adds_noise(scheduler)
+        return self.defaults._replace(holding="hold") if noisy else self.defaults
+
+    def way_out_of_noise(self, config: MergeConfig) -> str:
+        """What to do under a scheduler that adds noise, where gaps stand in for all that would see it; else nothing."""
+        if config.schedule.anchor_every and self.stages is None:
+            return "use another scheduler, or start=0 and anchor_every=0, which merges at every step"
+        return "use preset='hold', which holds blocks, or another scheduler" if config.sites == "stage" else ""
 
     def refuse(self, config: MergeConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise for arguments of a denoiser call that merging cannot serve."""

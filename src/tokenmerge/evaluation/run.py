@@ -133,7 +133,9 @@ class Evaluation:
             self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
         self._pipe.set_progress_bar_config(disable=True)
         family = family_of(denoiser_of(self._pipe))
-        configurations = read_configurations(task.configurations, task.ratios, family.defaults)
+        configurations = read_configurations(
+            task.configurations, task.ratios, family.defaults_under(self._pipe.scheduler)
+        )
         width, height = picture_size(task.size, self._defaults, self._pipe)
         self._request = Request(
             "", task.steps or self._defaults.steps, width, height, (), task.guidance, self._defaults
