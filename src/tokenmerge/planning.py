@@ -203,7 +203,8 @@ def plan_model(denoiser: nn.Module, family: Family, config: MergeConfig, call: D
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(sites).items())
         way_out = "change levels, components, skip_first or skip_last"
         if not sites:
-            reasons, way_out = "it has no transformer blocks", f"use preset={family.defaults.holding!r}"
+            reasons = "it has no transformer blocks"
+            way_out = f"use preset={family.defaults.holding!r}, under a scheduler that adds no noise"
         raise TokenMergeError(f"no site of {type(denoiser).__name__} would be merged ({reasons}); {way_out}")
     return Plan(type(denoiser).__name__, family.name, config, tuple(sites), groups)
 
