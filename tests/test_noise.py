@@ -49,6 +49,15 @@ def test_schedulers_that_add_noise_are_known_by_trying(name: str, settings: dict
     assert torch.equal(scheduler.timesteps, timesteps)
 
 
+def test_trying_leaves_the_seeds_of_all_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seeded(_: int) -> None:
+        raise AssertionError("a device was seeded")
+
+    for device in (torch.cuda, torch.mps, torch.xpu):
+        monkeypatch.setattr(device, "manual_seed_all" if hasattr(device, "manual_seed_all") else "manual_seed", seeded)
+    assert adds_noise(diffusers.DDPMScheduler())
+
+
 @pytest.mark.parametrize("scheduler", [None, object(), diffusers.RePaintScheduler()])
 def test_what_cannot_be_tried_is_taken_to_add_none(scheduler: Any) -> None:
     assert not adds_noise(scheduler)

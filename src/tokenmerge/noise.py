@@ -27,11 +27,12 @@ def adds_noise(scheduler: Any) -> bool:
 
 
 def _end_of_run(scheduler: Any, seed: int) -> Tensor:
-    torch.manual_seed(seed)
+    # Not `torch.manual_seed`, which seeds every device.
+    torch.default_generator.manual_seed(seed)
     settings = scheduler.config
     copied = type(scheduler).from_config(settings)
     copied.set_timesteps(_STEPS, **({"mu": 1.0} if settings.get("use_dynamic_shifting") else {}))
-    sample = torch.ones(1, 1, 2, 2)
+    sample = torch.ones(1, 1, 2, 2, device="cpu")
     # Where a model also predicts the variance it gives out twice as many channels.
     channels = 2 if str(settings.get("variance_type")).startswith("learned") else 1
     for timestep in copied.timesteps:
