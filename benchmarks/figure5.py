@@ -15,7 +15,7 @@ from typing import Any
 
 from fronts import conditions
 
-from tokenmerge.evaluation.plots import new_plot, save_plot, series_style, spread_numbers
+from tokenmerge.tools.evaluation.plots import new_plot, save_plot, series_style, spread_numbers
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "reproduction"

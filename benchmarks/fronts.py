@@ -19,14 +19,14 @@ from typing import Any
 
 from PIL import Image
 
-from tokenmerge.adapters.loading import empty_denoiser
+from tokenmerge.tools.loading import empty_denoiser
 from tokenmerge.api import config_for
-from tokenmerge.catalog import load_preset
+from tokenmerge.presets import load_preset
 from tokenmerge.config import MergeConfig
-from tokenmerge.evaluation.configurations import Configuration
-from tokenmerge.evaluation.plots import new_plot, save_plot
-from tokenmerge.pictures import Panel, save_picture, strip
-from tokenmerge.tables import markdown
+from tokenmerge.tools.evaluation.configurations import Configuration
+from tokenmerge.tools.evaluation.plots import new_plot, save_plot
+from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
+from tokenmerge.planning.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fronts"

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from tokenmerge import MergeConfig
-from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
-from tokenmerge.measure import captured, environment
-from tokenmerge.ops import backend_for, reference
-from tokenmerge.ops.reference import Rotary
+from tokenmerge.merging.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
+from tokenmerge.tools.measure import captured, environment
+from tokenmerge.merging.ops import backend_for, reference
+from tokenmerge.merging.ops.reference import Rotary
 
 # Batch, grid and channels of a layer. Flux has rotary tables.
 CASES = {

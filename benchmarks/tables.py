@@ -25,13 +25,13 @@ import fronts
 import ops
 
 from tokenmerge import bench
-from tokenmerge.catalog import load_preset, presets
-from tokenmerge.evaluation.inquiries import OVERLAP_PRESET
-from tokenmerge.evaluation.locality import locality_cells
-from tokenmerge.evaluation.maptimes import map_table
-from tokenmerge.evaluation.overlap import overlap_cells
-from tokenmerge.quality.metrics import METRICS, Metric
-from tokenmerge.tables import markdown
+from tokenmerge.presets import load_preset, presets
+from tokenmerge.tools.paper.inquiries import OVERLAP_PRESET
+from tokenmerge.tools.paper.locality import locality_cells
+from tokenmerge.tools.paper.maptimes import map_table
+from tokenmerge.tools.paper.overlap import overlap_cells
+from tokenmerge.tools.quality.metrics import METRICS, Metric
+from tokenmerge.planning.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
-from tokenmerge.adapters import denoiser_of, family_of
+from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.api import token_maps
-from tokenmerge.sites import _clipped
+from tokenmerge.merging.sites import _clipped
 from traces import attributes, same
 
 KINDS = ["sdxl", "sd3", "flux"]

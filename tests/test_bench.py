@@ -13,14 +13,14 @@ import torch
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError, bench
-from tokenmerge.adapters import denoiser_of, family_of
-from tokenmerge.adapters.loading import empty_denoiser
-from tokenmerge.adapters.sizes import RANDOM_MODELS
+from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.tools.loading import empty_denoiser
+from tokenmerge.tools.sizes import RANDOM_MODELS
 from tokenmerge.api import config_for
-from tokenmerge.bench import comparison
-from tokenmerge.bench.candidates import typical_step, visits
-from tokenmerge.bench.timing import Loop, begin_image
-from tokenmerge.cli import main
+from tokenmerge.tools.bench import comparison
+from tokenmerge.tools.bench.candidates import typical_step, visits
+from tokenmerge.tools.bench.timing import Loop, begin_image
+from tokenmerge.tools.cli.main import main
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from torch import Tensor
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
-from tokenmerge.adapters.caches import calibrate, disable_cache, enable_cache, read_cache, try_cache
-from tokenmerge.adapters.loading import load_pipeline
-from tokenmerge.generate import Request, draw
-from tokenmerge.hooks import cache_hooks
-from tokenmerge.pictures import to_tensor
+from tokenmerge.tools.caches import calibrate, disable_cache, enable_cache, read_cache, try_cache
+from tokenmerge.tools.loading import load_pipeline
+from tokenmerge.tools.drawing.generate import Request, draw
+from tokenmerge.runtime.installing import cache_hooks
+from tokenmerge.tools.drawing.pictures import to_tensor
 
 CPU = torch.device("cpu")
 STEPS = 6

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenmerge.cli import main
+from tokenmerge.tools.cli.main import main
 from tokenmerge.config import METHODS
-from tokenmerge.options import FIELDS, config_fields
+from tokenmerge.tools.typed import FIELDS, config_fields
 
 SDXL = {
     "_class_name": "UNet2DConditionModel",

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import tiny
 import tokenmerge
 from tokenmerge import compiling, graphs
-from tokenmerge.adapters import family_of
+from tokenmerge.families import family_of
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tokenmerge import MergeConfig, Schedule, TokenMergeError, presets
-from tokenmerge.catalog import Defaults, default_preset, load_preset
+from tokenmerge.presets import Defaults, default_preset, load_preset
 from tokenmerge.config import (
     BACKENDS,
     COMPONENTS,

@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tiny
 import tokenmerge
 from tokenmerge import MergeConfig, TokenMergeError, bench
-from tokenmerge.adapters import denoiser_of, family_of
-from tokenmerge.calls import DenoiserCall
-from tokenmerge.grid import TokenGrid, layout_for, partition_grids, split_regions
-from tokenmerge.groups import MergeGroup, refresh
-from tokenmerge.ops import reference
-from tokenmerge.state import MergeState
+from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.families.calls import DenoiserCall
+from tokenmerge.merging.grid import TokenGrid, layout_for, partition_grids, split_regions
+from tokenmerge.merging.groups import MergeGroup, refresh
+from tokenmerge.merging.ops import reference
+from tokenmerge.runtime.state import MergeState
 
 # Its buckets are 0.25, 0.5 and 0.75.
 MOST = 0.75

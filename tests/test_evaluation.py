@@ -30,22 +30,22 @@ from interrupts import interrupt
 from judges import write_networks
 from test_readme import save_sdxl
 from tokenmerge import TokenMergeError, cli, files, measure
-from tokenmerge.adapters import caches
-from tokenmerge.adapters.loading import load_pipeline
-from tokenmerge.catalog import Defaults, load_preset
-from tokenmerge.cli import main
-from tokenmerge.evaluation import plots, table
-from tokenmerge.evaluation.configurations import read_configurations
-from tokenmerge.evaluation.folder import Folder
-from tokenmerge.evaluation.prompts import read_prompts
-from tokenmerge.evaluation.results import Results, Row
-from tokenmerge.evaluation.run import Task, evaluate
-from tokenmerge.evaluation.studies import STUDIES, Study
-from tokenmerge.generate import Request, draw
-from tokenmerge.measure import timed_calls
-from tokenmerge.quality.metrics import BY_NAME
-from tokenmerge.quality.networks import Sources
-from tokenmerge.quality.statistics import Estimate
+from tokenmerge.families import caches
+from tokenmerge.tools.loading import load_pipeline
+from tokenmerge.presets import Defaults, load_preset
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.evaluation import plots, table
+from tokenmerge.tools.evaluation.configurations import read_configurations
+from tokenmerge.tools.evaluation.folder import Folder
+from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.evaluation.results import Results, Row
+from tokenmerge.tools.evaluation.run import Task, evaluate
+from tokenmerge.tools.paper.studies import STUDIES, Study
+from tokenmerge.tools.drawing.generate import Request, draw
+from tokenmerge.tools.measure import timed_calls
+from tokenmerge.tools.quality.metrics import BY_NAME
+from tokenmerge.tools.quality.networks import Sources
+from tokenmerge.tools.quality.statistics import Estimate
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
@@ -58,7 +58,7 @@ WHERE = {"device": "a machine", "torch": "one"}
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tokenmerge.evaluation.run", "diffusers", "matplotlib.figure", __name__])
+SERVER.set_forkserver_preload(["tokenmerge.tools.evaluation.run", "diffusers", "matplotlib.figure", __name__])
 
 
 @pytest.fixture(autouse=True)
@@ -323,11 +323,11 @@ def test_commits_are_all_kept_and_versions_must_be_the_same(
 ) -> None:
     small = task(networks, metrics=("mse",), repeats=0)
     for commit, kept in (("aaa", "aaa"), ("bbb", "aaa, bbb"), ("aaa", "aaa, bbb")):
-        monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c})
+        monkeypatch.setattr("tokenmerge.tools.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c})
         results = evaluate(small, tmp_path, resume=True)
         assert results is not None
         assert results.settings["environment"]["commit"] == kept
-    monkeypatch.setattr("tokenmerge.evaluation.run.environment", lambda device: {**WHERE, "torch": "another"})
+    monkeypatch.setattr("tokenmerge.tools.evaluation.run.environment", lambda device: {**WHERE, "torch": "another"})
     with pytest.raises(TokenMergeError, match="begun with environment torch"):
         evaluate(small, tmp_path, resume=True)
 
@@ -507,7 +507,7 @@ def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: py
         sizes.append(len(seeds))
         return draw(pipe, request, seeds, steps, device)
 
-    monkeypatch.setattr("tokenmerge.evaluation.run.draw", watched)
+    monkeypatch.setattr("tokenmerge.tools.evaluation.run.draw", watched)
     results = evaluate(task(networks, metrics=("mse",), batch=3, repeats=2), tmp_path)
     assert results is not None
     # Every lap comes after a batch that does not count.
@@ -527,7 +527,7 @@ def test_laps_come_in_turn_and_only_missing_ones_are_made(
             written.append(f"{path.stem} {path.parent.name}")
         files.write_text(path, text)
 
-    monkeypatch.setattr("tokenmerge.evaluation.run.write_text", watched)
+    monkeypatch.setattr("tokenmerge.tools.evaluation.run.write_text", watched)
     evaluate(asked, tmp_path)
     folders = ["none", *(item.replace(":", "_") for item in CONFIGURATIONS)]
     assert written == [f"{lap} {folder}" for lap in ("0000", "0001") for folder in folders]
@@ -861,7 +861,7 @@ def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pyt
         seen.append(weakref.ref(pipe.transformer))
         return pipe, defaults
 
-    monkeypatch.setattr("tokenmerge.evaluation.run.load_pipeline", load)
+    monkeypatch.setattr("tokenmerge.tools.evaluation.run.load_pipeline", load)
     gc.disable()
     try:
         small = Task(

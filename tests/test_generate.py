@@ -19,10 +19,10 @@ from PIL import Image
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError, pictures, quality
-from tokenmerge.adapters.loading import CallDefaults, bundled_models, load_pipeline
-from tokenmerge.cli import main
-from tokenmerge.generate import picture_size
-from tokenmerge.grid import TokenGrid
+from tokenmerge.tools.loading import CallDefaults, bundled_models, load_pipeline
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.drawing.generate import picture_size
+from tokenmerge.merging.grid import TokenGrid
 
 MODELS = Path(tokenmerge.__file__).parent / "models"
 

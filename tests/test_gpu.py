@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import tiny
 import tokenmerge
-from tokenmerge.ops import reference
+from tokenmerge.merging.ops import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

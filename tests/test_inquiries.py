@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 import tokenmerge
-from tokenmerge.cli import main
-from tokenmerge.evaluation import overlap
-from tokenmerge.evaluation.hidden import Hidden, Subject, load_subject
-from tokenmerge.evaluation.locality import CLUSTERS, cluster, coloured_labels, neighbours_alike
-from tokenmerge.evaluation.overlap import _Selector
-from tokenmerge.evaluation.studies import INQUIRIES, Inquiry
-from tokenmerge.grid import TokenGrid
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.evaluation import overlap
+from tokenmerge.tools.paper.hidden import Hidden, Subject, load_subject
+from tokenmerge.tools.paper.locality import CLUSTERS, cluster, coloured_labels, neighbours_alike
+from tokenmerge.tools.paper.overlap import _Selector
+from tokenmerge.tools.paper.studies import INQUIRIES, Inquiry
+from tokenmerge.merging.grid import TokenGrid
 
 
 def subject(model: str) -> Subject:

@@ -27,12 +27,12 @@ import triton
 from torch import Tensor
 
 from tokenmerge import MergeConfig, TokenMergeError, ops
-from tokenmerge.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
-from tokenmerge.mergemap import MergeMap
-from tokenmerge.methods import Given, method_for
-from tokenmerge.ops import backend_for, kernels, reference
-from tokenmerge.ops.kernels import merging, rotary, selection, weighing
-from tokenmerge.ops.reference import Rotary
+from tokenmerge.merging.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
+from tokenmerge.merging.mergemap import MergeMap
+from tokenmerge.merging.methods import Given, method_for
+from tokenmerge.merging.ops import backend_for, kernels, reference
+from tokenmerge.merging.ops.kernels import merging, rotary, selection, weighing
+from tokenmerge.merging.ops.reference import Rotary
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

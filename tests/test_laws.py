@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tokenmerge import MergeConfig, TokenMergeError
-from tokenmerge.calls import DenoiserCall
+from tokenmerge.families.calls import DenoiserCall
 from tokenmerge.config import Regions
-from tokenmerge.grid import (
+from tokenmerge.merging.grid import (
     TokenGrid,
     invert_order,
     join_regions,
@@ -24,11 +24,11 @@ from tokenmerge.grid import (
     region_size,
     split_regions,
 )
-from tokenmerge.groups import refresh
-from tokenmerge.mergemap import MergeMap
-from tokenmerge.methods import Given, method_for
-from tokenmerge.ops import reference
-from tokenmerge.state import MergeState
+from tokenmerge.merging.groups import refresh
+from tokenmerge.merging.mergemap import MergeMap
+from tokenmerge.merging.methods import Given, method_for
+from tokenmerge.merging.ops import reference
+from tokenmerge.runtime.state import MergeState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rows of weights are rounded to the tokens' dtype, so their sums are off by as much.

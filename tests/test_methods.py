@@ -21,12 +21,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tiny
 import tokenmerge
 from tokenmerge import MergeConfig, TokenMergeError
-from tokenmerge.clustermap import RULES, ClusterMap
+from tokenmerge.merging.clustermap import RULES, ClusterMap
 from tokenmerge.config import METHODS
-from tokenmerge.grid import TokenGrid
-from tokenmerge.methods import Given, method_for
-from tokenmerge.methods.bipartite import match, split_cells
-from tokenmerge.ops import reference
+from tokenmerge.merging.grid import TokenGrid
+from tokenmerge.merging.methods import Given, method_for
+from tokenmerge.merging.methods.bipartite import match, split_cells
+from tokenmerge.merging.ops import reference
 from traces import attributes, same
 
 KINDS = ("sdxl", "sd3", "flux")

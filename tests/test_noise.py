@@ -11,7 +11,7 @@ import torch
 import tiny
 import tokenmerge
 from tokenmerge.api import config_for
-from tokenmerge.noise import adds_noise
+from tokenmerge.runtime.noise import adds_noise
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ from transformers import (
 
 from judges import ALEXNET_KERNELS, lpips_tree, write_networks
 from tokenmerge import TokenMergeError, quality
-from tokenmerge.quality.distributions import frechet_distance, kernel_distance
-from tokenmerge.quality.embeddings import Clip, Dino, Preparation, _resized_from_corner
-from tokenmerge.quality.metrics import BY_NAME, METRICS, Meter, Picture, choose_metrics
-from tokenmerge.quality.networks import Found, Missing, Sources, find_network
-from tokenmerge.quality.perceptual import ALEXNET, VGG16, PerceptualDistance, Trunk, read_weights
-from tokenmerge.quality.statistics import estimate, student_quantile
+from tokenmerge.tools.quality.distributions import frechet_distance, kernel_distance
+from tokenmerge.tools.quality.embeddings import Clip, Dino, Preparation, _resized_from_corner
+from tokenmerge.tools.quality.metrics import BY_NAME, METRICS, Meter, Picture, choose_metrics
+from tokenmerge.tools.quality.networks import Found, Missing, Sources, find_network
+from tokenmerge.tools.quality.perceptual import ALEXNET, VGG16, PerceptualDistance, Trunk, read_weights
+from tokenmerge.tools.quality.statistics import estimate, student_quantile
 
 CPU = torch.device("cpu")
 # Trained networks are no part of the project: where they are, in packages or in this folder, they are tested.

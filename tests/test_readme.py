@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import tiny
-from tokenmerge.cli import main
+from tokenmerge.tools.cli.main import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import MergeConfig, TokenMergeError
-from tokenmerge.bench.timing import Loop
+from tokenmerge.tools.bench.timing import Loop
 from traces import attributes, same
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
@@ -276,7 +276,7 @@ def test_caches_put_on_by_function_are_seen_too() -> None:
 
 
 def test_reference_images_are_not_merged_into_the_picture() -> None:
-    from tokenmerge.grid import TokenGrid, partition_grids
+    from tokenmerge.merging.grid import TokenGrid, partition_grids
 
     grids = (TokenGrid(8, 8), TokenGrid(6, 8))
     with pytest.raises(TokenMergeError, match="would be merged as one"):

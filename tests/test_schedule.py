@@ -24,9 +24,9 @@ from torch import Tensor
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
-from tokenmerge.calls import grids_of_ids
-from tokenmerge.catalog import load_preset
-from tokenmerge.grid import TokenGrid
+from tokenmerge.families.calls import grids_of_ids
+from tokenmerge.presets import load_preset
+from tokenmerge.merging.grid import TokenGrid
 
 OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tiny
 import tokenmerge
-from tokenmerge.adapters import family_of
+from tokenmerge.families import family_of
 
 STEPS = 12
 ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 1, "anchor_every": 3, "destinations_every": 4}

@@ -24,21 +24,21 @@ import tokenmerge
 from interrupts import interrupt
 from judges import write_networks
 from tokenmerge import MergeConfig, TokenMergeError
-from tokenmerge.adapters import family_of
-from tokenmerge.adapters.loading import empty_denoiser, load_pipeline
-from tokenmerge.catalog import Defaults, load_preset
-from tokenmerge.cli import main
-from tokenmerge.evaluation.configurations import Configuration, read_configurations
-from tokenmerge.evaluation.prompts import read_prompts
-from tokenmerge.generate import Request, draw
-from tokenmerge.quality.metrics import BY_NAME
-from tokenmerge.quality.networks import Sources
-from tokenmerge.quality.statistics import Estimate
-from tokenmerge.tuning.goal import Budget, Point, SpeedUp, read_goal
-from tokenmerge.tuning.halving import front, layers, rung_sizes, survivors
-from tokenmerge.tuning.samples import shares
-from tokenmerge.tuning.search import Search, tune
-from tokenmerge.tuning.space import (
+from tokenmerge.families import family_of
+from tokenmerge.tools.loading import empty_denoiser, load_pipeline
+from tokenmerge.presets import Defaults, load_preset
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.evaluation.configurations import Configuration, read_configurations
+from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.drawing.generate import Request, draw
+from tokenmerge.tools.quality.metrics import BY_NAME
+from tokenmerge.tools.quality.networks import Sources
+from tokenmerge.tools.quality.statistics import Estimate
+from tokenmerge.tools.tuning.goal import Budget, Point, SpeedUp, read_goal
+from tokenmerge.tools.tuning.halving import front, layers, rung_sizes, survivors
+from tokenmerge.tools.tuning.samples import shares
+from tokenmerge.tools.tuning.search import Search, tune
+from tokenmerge.tools.tuning.space import (
     AXES,
     FIXED,
     HELD_AXES,
@@ -72,7 +72,7 @@ COMMAND += ["--guidance", "1", "--size", "256x256", "--repeats", "2", "--device"
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tokenmerge.tuning.search", "diffusers", "matplotlib.figure", __name__])
+SERVER.set_forkserver_preload(["tokenmerge.tools.tuning.search", "diffusers", "matplotlib.figure", __name__])
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from optim import Average, Clock, Optimizers, load_weights, save_weights
 from perceptual import load as load_distance
 from torch import Tensor
 
-from tokenmerge.quality.perceptual import PerceptualDistance
+from tokenmerge.tools.quality.perceptual import PerceptualDistance
 
 CONFIG = {
     "in_channels": 3,

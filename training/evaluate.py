@@ -32,8 +32,8 @@ from PIL import Image
 from samples import generate, load_pipeline
 from torch import Tensor
 
-from tokenmerge.quality.distributions import frechet_distance
-from tokenmerge.quality.embeddings import Inception, Sscd
+from tokenmerge.tools.quality.distributions import frechet_distance
+from tokenmerge.tools.quality.embeddings import Inception, Sscd
 
 SIZE = 256
 PARTS = ("psnr", "fid", "probe", "nearest")

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
     parser.add_argument("--flux", type=Path, nargs="+", help="weights from flux.py")
     parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
-    parser.add_argument("--out", type=Path, default=Path("src/tokenmerge/models"))
+    parser.add_argument("--out", type=Path, default=Path("models/tokenmerge_models"))
     args = parser.parse_args()
     if args.flux:
         save(make_flux(args.text, args.vae, args.flux), args.out / "tiny-flux")

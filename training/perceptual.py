@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from tokenmerge.quality.perceptual import VGG16, PerceptualDistance, read_weights
+from tokenmerge.tools.quality.perceptual import VGG16, PerceptualDistance, read_weights
 
 TRUNK = VGG16.first(4)
 

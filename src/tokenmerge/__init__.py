@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .catalog import presets
-from .config import MergeConfig, Schedule, TokenMergeError
+from .presets import presets
+from .config import MergeConfig, Schedule
+from .errors import TokenMergeError
 
 if TYPE_CHECKING:
     from .api import Summary, applied, apply, plan, remove, summary, supported_models
-    from .compiling import compile, uncompile
-    from .planning import Plan
+    from .compiling.blocks import compile, uncompile
+    from .planning.plan import Plan
 
 __version__ = "0.1.0"
 

@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .adapters import Family, denoiser_of, families, family_of
-from .catalog import DEFAULT, default_preset, load_preset
-from .compiling import compiled_state
-from .config import MergeConfig, TokenMergeError
-from .grid import TokenGrid
-from .groups import MergeGroup
-from .hooks import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, leads_cache, runs_as_made
-from .methods import method_for
-from .planning import Plan, plan_model
-from .sites import BlockSite, ComponentSite, EntrySite, HeldSite, HeldStage, Site, Span
-from .state import RECORD, MergeState, check_levels
-from .tables import table
+from .families import Family, denoiser_of, families, family_of
+from .presets import DEFAULT, default_preset, load_preset
+from .compiling.blocks import compiled_state
+from .config import MergeConfig
+from .errors import TokenMergeError
+from .merging.grid import TokenGrid
+from .merging.groups import MergeGroup
+from .runtime.installing import INNER_CACHES, Installation, cache_hooks, is_group_offloaded, leads_cache, runs_as_made
+from .merging.methods import method_for
+from .planning.plan import Plan, plan_model
+from .merging.sites import BlockSite, ComponentSite, EntrySite, HeldSite, HeldStage, Site, Span
+from .runtime.state import RECORD, MergeState, check_levels
+from .planning.tables import table
 
 Model = TypeVar("Model")
 

@@ -1,0 +1,142 @@
+"""compile and uncompile: one line that gives a merged or unmerged pipeline its best speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..families import denoiser_of, family_of
+from ..errors import TokenMergeError
+from .graphs import GraphedForward, Phases
+from ..runtime.state import RECORD
+
+Model = TypeVar("Model")
+
+# Where `compile` keeps its record, on the denoiser.
+_COMPILED = "_tokenmerge_compiled"
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    blocks: tuple[nn.Module, ...]
+    graphs: GraphedForward | None
+
+    def __str__(self) -> str:
+        if self.graphs is None:
+            return f"{len(self.blocks)} blocks, no CUDA graphs"
+        told = f"{len(self.blocks)} blocks, {self.graphs.recordings} CUDA graphs so far"
+        return "; ".join([told, *(f"some calls cannot be recorded ({reason})" for reason in self.graphs.refusals)])
+
+
+def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) -> Model:
+    """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, merged or not.
+
+    blocks: compile each transformer block by itself, in the first call of every size; that takes a fraction of the time
+    that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each phase
+    (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
+    """
+    denoiser = denoiser_of(model)
+    family = family_of(denoiser)
+    device = next(denoiser.parameters()).device
+    if graphs is None:
+        graphs = device.type == "cuda"
+    _check_compilable(model, denoiser, str(device), graphs)
+    uncompile(model)
+    chosen = []
+    for block in family.blocks(denoiser) if blocks else ():
+        # One that somebody else has compiled is left alone.
+        if block.module._compiled_call_impl is None:
+            block.module.compile(fullgraph=True)
+            chosen.append(block.module)
+    graphed = GraphedForward(denoiser, lambda: _phases(denoiser)) if graphs else None
+    setattr(denoiser, _COMPILED, _Compiled(tuple(chosen), graphed))
+    return model
+
+
+def way_on(device: torch.device, way: str | None) -> str | None:
+    """What --compile comes to on a device: blocks, graphs, both or nothing."""
+    if device.type == "cuda" or way is None:
+        return way
+    if way == "graphs":
+        raise TokenMergeError(f"--compile graphs needs a CUDA device, and this is {device}; use --compile blocks")
+    return "blocks"
+
+
+def warm_ups(way: str | None) -> int:
+    """Pictures to draw before one is timed. A graph is recorded in the second call of its kind, and some kinds come
+    once in a picture."""
+    return 2 if way in ("graphs", "both") else 1
+
+
+def check_cacheable(way: str | None) -> None:
+    """Refuse a step cache on blocks that --compile compiles."""
+    if way not in (None, "graphs"):
+        raise TokenMergeError(
+            "a cache decides between blocks, outside of compiled code, what runs, and blocks are compiled whole; leave "
+            "out --compile, or use --compile graphs, where calls with a cache run as they are"
+        )
+
+
+def compile_as(model: Model, way: str) -> Model:
+    """`compile`, by one of the ways that `way_on` gives."""
+    return compile(model, blocks=way != "graphs", graphs=way != "blocks")
+
+
+def uncompile(model: Model) -> Model:
+    """Undo `compile`. Safe to call twice."""
+    denoiser = denoiser_of(model)
+    record = vars(denoiser).get(_COMPILED)
+    if record is not None:
+        if record.graphs is not None:
+            record.graphs.undo()
+        for block in record.blocks:
+            block._compiled_call_impl = None
+        delattr(denoiser, _COMPILED)
+    return model
+
+
+def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
+    """Why calls of a denoiser that has run run as they are, though they were to be replayed as CUDA graphs."""
+    record = vars(denoiser).get(_COMPILED)
+    if record is None or record.graphs is None:
+        return ()
+    # A method that draws maps with the help of the host in every call is never recorded, and never fails to be.
+    return record.graphs.refusals or (() if record.graphs.recordings else ("all of them need the host",))
+
+
+def recordings(denoiser: nn.Module) -> int | None:
+    """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
+    record = vars(denoiser).get(_COMPILED)
+    return record.graphs.recordings if record is not None and record.graphs is not None else None
+
+
+def compiled_state(denoiser: nn.Module) -> str:
+    """What `compile` has done to a denoiser, for people."""
+    return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))
+
+
+def _phases(denoiser: nn.Module) -> Phases | None:
+    record = vars(denoiser).get(RECORD)
+    return record.state if record is not None and record.plan.merged_sites else None
+
+
+def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
+    whole = denoiser._compiled_call_impl is not None or any(
+        hasattr(getattr(model, name, None), "_orig_mod") for name in ("unet", "transformer")
+    )
+    if whole or hasattr(model, "_orig_mod"):
+        raise TokenMergeError(
+            "the denoiser is compiled as a whole already; compile its blocks instead: take torch.compile off it first"
+        )
+    if graphs and not device.startswith("cuda"):
+        raise TokenMergeError(f"CUDA graphs need a CUDA device, the denoiser is on {device}; use graphs=False")
+    registry = vars(denoiser).get("_diffusers_hook")
+    # Pipelines leave an empty one behind.
+    hooked = registry is not None and bool(registry.hooks)
+    if graphs and (hasattr(denoiser, "_hf_hook") or hooked):
+        raise TokenMergeError(
+            "CUDA graphs fix where weights lie, and offload or a hook of the denoiser moves them; use graphs=False"
+        )

@@ -1,0 +1,294 @@
+"""CUDA graphs of whole denoiser calls: one for each phase, replayed without the host launching anything.
+
+On a fast GPU a denoiser at a small batch waits for the host to launch its kernels. A graph is a recording of those
+launches; it fixes what they do and where their tensors lie. So calls that do different work have graphs of their own:
+steps that select, that only weigh, that reuse maps, that hold blocks, anchors, and steps that do not merge at all.
+
+The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
+are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
+as it is: calls with gradients, under autocast (which caches the weights it casts), with a cache that decides by values,
+with forward hooks inside (which a replay would not run), and where maps need the host.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import TokenMergeError, first_line
+from ..runtime.installing import cache_hooks
+
+# Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
+_MAX_GRAPHS = 32
+# Recordings pushed out by others before no more are made: some argument may have another value at every call.
+_MAX_LOSSES = 64
+# Kinds of call whose first occurrence is remembered.
+_MAX_KINDS = 256
+# What else decides a module's work, beside its submodules and weights: FreeU's factors, what stands in for its forward,
+# its attention processor, and adapters that are on, off or fused.
+_SETTINGS = ("s1", "s2", "b1", "b2", "forward", "processor", "_disable_adapters", "_active_adapter")
+# Of an attention processor, which is changed in place: what computes attention.
+_BACKEND = "_attention_backend"
+# Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, adapters fused into weights.
+_CONTENTS = ("scale", "scaling", "merged_adapters")
+_WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
+
+
+class Phases(Protocol):
+    """What a model's merging tells about a call before it runs."""
+
+    def kind(self) -> Hashable | None:
+        """Equal for calls that launch the same work on the same tensors; None if a call must not be recorded."""
+
+    def done(self) -> Any:
+        """What the call has renewed so far."""
+
+    def set_done(self, done: Any) -> None:
+        """Take it that the call has renewed this."""
+
+    def owners(self) -> Any:
+        """Whatever owns the tensors that the call reads and writes, to keep them alive."""
+
+    def still_owns(self, owners: Any) -> bool:
+        """Whether none of them has been given up since."""
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    structure: pytree.TreeSpec  # of the outputs
+    phases: Phases | None
+    done: Any
+    owners: Any
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.phases is None or self.phases.still_owns(self.owners)
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        for held, given in zip(self.inputs, tensors, strict=True):
+            held.copy_(given, non_blocking=True)
+        self.graph.replay()
+        # The next replay overwrites the results, and guidance needs two at once.
+        return pytree.tree_unflatten([output.clone() for output in self.outputs], self.structure)
+
+
+class GraphedForward:
+    """Stands in for the forward of a denoiser, until `undo`."""
+
+    def __init__(self, denoiser: nn.Module, phases: Callable[[], Phases | None]) -> None:
+        self._denoiser = denoiser
+        self._phases = phases
+        self._before = vars(denoiser).get("forward")
+        self._original = denoiser.forward
+        self._pool: Any = None
+        self._state: tuple[Any, ...] = ()
+        self._obstacle = ""  # why nothing can be recorded as the model is now
+        self._losses = 0
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._failed: set[Hashable] = set()  # could not be recorded once, and may be tried again
+        self._refused: dict[Hashable, str] = {}
+        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._forward = types.MethodType(GraphedForward.run, self)
+        denoiser.forward = self._forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TokenMergeError("a model cannot be copied while it replays CUDA graphs; call uncompile first")
+
+    def __reduce__(self) -> Any:
+        raise TokenMergeError("a model cannot be pickled while it replays CUDA graphs; call uncompile first")
+
+    @property
+    def recordings(self) -> int:
+        return len(self._recordings)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why some calls were not recorded."""
+        return tuple(dict.fromkeys(each for each in (self._obstacle, *self._refused.values()) if each))
+
+    def undo(self) -> None:
+        if vars(self._denoiser).get("forward") is not self._forward:
+            raise TokenMergeError("the denoiser's forward was replaced after compile; undo that first, then uncompile")
+        if self._before is None:
+            del self._denoiser.forward
+        else:
+            self._denoiser.forward = self._before
+        self._forget()
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        device = next(self._denoiser.parameters()).device
+        if torch.is_grad_enabled() or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+            return self._original(*args, **kwargs)
+        self._see_changes()
+        phases = self._phases()
+        kind = phases.kind() if phases is not None else ()
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        others = tuple("tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        plain = all(isinstance(leaf, bool | int | float | str | None) for leaf in others)
+        if kind is None or self._obstacle or not plain:
+            return self._original(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        shapes = tuple((tuple(each.shape), each.dtype, each.device) for each in tensors)
+        key = (kind, str(structure), others, shapes, torch.is_inference_mode_enabled())
+        # Graphs are recorded and replayed on the current device, which need not be the model's.
+        with torch.cuda.device(device):
+            if key in self._recordings:
+                self._recordings.move_to_end(key)
+                recording = self._recordings[key]
+                if phases is not None:
+                    phases.set_done(recording.done)
+                return recording.replay(tensors)
+            if key in self._refused or not self._is_known(key):
+                return self._original(*args, **kwargs)
+            return self._record(key, phases, leaves, structure, (args, kwargs), device)
+
+    def _is_known(self, key: Hashable) -> bool:
+        """Whether a call of this kind has run; if not, it is known from now on."""
+        known = key in self._seen
+        self._seen[key] = None
+        while len(self._seen) > _MAX_KINDS:
+            self._seen.popitem(last=False)
+        return known
+
+    def _record(
+        self,
+        key: Hashable,
+        phases: Phases | None,
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        device: torch.device,
+    ) -> Any:
+        self._make_room()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [_held(each, device) for each in tensors]
+        held = iter(inputs)
+        held_leaves = [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(held_leaves, structure)
+        before = phases.done() if phases is not None else None
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream()
+        try:
+            # Not all of a process need keep still: another thread may load an image meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = self._original(*args, **kwargs)
+        except RuntimeError as error:
+            # Nothing has run. A capture that fails at its end leaves its stream current and its pool unusable.
+            torch.cuda.set_stream(stream)
+            self._pool = None
+            if phases is not None:
+                phases.set_done(before)
+            if key in self._failed:
+                self._refused[key] = first_line(_cause(error))
+                return self._original(*call[0], **call[1])
+            # The held tensors may be such that blocks are compiled for them once more, which no capture can hold; run
+            # as it is, the call does that.
+            self._failed.add(key)
+            # A denoiser may have emptied a list that it was given, as that of a T2I-Adapter's features.
+            args, kwargs = pytree.tree_unflatten(held_leaves, structure)
+            return self._original(*args, **kwargs)
+        outputs, output_structure = pytree.tree_flatten(output)
+        done, owners = (phases.done(), phases.owners()) if phases is not None else (None, None)
+        recording = _Recording(graph, inputs, outputs, output_structure, phases, done, owners)
+        self._recordings[key] = recording
+        return recording.replay(tensors)
+
+    def _make_room(self) -> None:
+        """Drop recordings that can no longer be asked for, and the one that was not used for longest."""
+        for key in [key for key, recording in self._recordings.items() if not recording.is_in_use]:
+            del self._recordings[key]
+        while len(self._recordings) >= _MAX_GRAPHS:
+            self._recordings.popitem(last=False)
+            self._losses += 1
+        if self._losses > _MAX_LOSSES:
+            self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that are kept"
+
+    def _see_changes(self) -> None:
+        """Recorded work reads weights and buffers where they lay: forget it when those, modules or adapters change."""
+        state = _state_of(self._denoiser)
+        if state == self._state:
+            return
+        self._forget()
+        self._state = state
+        self._obstacle = _obstacle(self._denoiser)
+
+    def _forget(self) -> None:
+        """Let go of all that was seen: sites that were removed since keep their maps and gaps in memory."""
+        self._state, self._obstacle, self._losses = (), "", 0
+        self._recordings.clear()
+        self._failed.clear()
+        self._refused.clear()
+        self._seen.clear()
+
+
+def _held(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of a recording's own, which compiled code takes for one like the given: it tells tensors of inference
+    mode from others, and would be compiled anew."""
+    with torch.inference_mode(tensor.is_inference()):
+        held = torch.empty_like(tensor, device=device)
+    return held.copy_(tensor)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What ended a capture: the capture's own end then fails too, and hides it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _obstacle(denoiser: nn.Module) -> str:
+    """Why calls of a denoiser, as it is, cannot be recorded."""
+    caches = cache_hooks(denoiser)
+    if caches:
+        return f"a cache ({caches[0]}) decides by values what runs"
+    inner = (module for module in denoiser.modules() if module is not denoiser)
+    if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
+        return "a replay would not run the forward hooks of submodules"
+    return ""
+
+
+def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
+    """Everything whose exchange would change a call: the objects themselves, so that none is taken for a dead one."""
+    # By hand, and with one look for what few modules have: this runs at every call.
+    state: list[Any] = []
+    stack = list(denoiser._modules.values())
+    while stack:
+        module = stack.pop()
+        if module is None:
+            continue
+        state.append(module)
+        state += [tensor.data_ptr() for tensor in module._parameters.values() if tensor is not None]
+        if module._buffers:
+            state += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
+        values = module.__dict__
+        if module._forward_hooks or module._forward_pre_hooks or not values.keys().isdisjoint(_WATCHED):
+            state += _rare(module)
+        stack += module._modules.values()
+    return tuple(state)
+
+
+def _rare(module: nn.Module) -> Iterator[Any]:
+    """What else decides the work of a module."""
+    values = vars(module)
+    yield tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
+    yield from (values[name] for name in _SETTINGS if name in values)
+    # A processor may be a module, which is among the submodules, or a plain object.
+    for holder in (values, vars(values["processor"]) if values.get("processor") is not None else {}):
+        for content in (holder[name] for name in _CONTENTS if name in holder):
+            held = content.values() if isinstance(content, dict) else content
+            yield tuple(held) if isinstance(content, dict | list) else held
+        yield holder.get(_BACKEND)
+    if "_diffusers_hook" in values:
+        yield tuple(values["_diffusers_hook"].hooks)

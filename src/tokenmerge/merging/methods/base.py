@@ -1,0 +1,166 @@
+"""The one interface of all methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..clustermap import ClusterMap
+from ...config import SITES, MergeConfig
+from ...errors import TokenMergeError
+from ..grid import Layout, Partition, TokenGrid, layout_for, partition_grids
+from ..mergemap import MergeMap
+from ..ops import reference
+from ..ops.reference import Rotary
+
+Map = TypeVar("Map", MergeMap, ClusterMap)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a map is made from."""
+
+    tokens: Tensor  # [B, N, C]
+    partition: Partition
+    config: MergeConfig  # settled
+    generator: torch.Generator
+    shared: bool  # whether the samples of a batch must have the same destinations
+    ops: ModuleType = reference
+    rotary: Rotary | None = None  # tables that a method which GATHERS fills by the way
+
+    @property
+    def samples(self) -> int:
+        """Of destinations: one for all, or one for each of the batch."""
+        return 1 if self.shared else self.tokens.shape[0]
+
+
+class Method(ABC, Generic[Map]):
+    """How the layers of a group merge. It remembers nothing, and its randomness comes from the generator alone."""
+
+    REFRESHES: ClassVar[bool] = True  # whether maps follow the tokens, or are made once per image and stay
+    PER_BLOCK: ClassVar[bool] = False  # whether every block has a map of its own, made from the tokens that enter it
+    GATHERS: ClassVar[bool] = False  # whether it fills rotary tables when it renews a map
+    KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
+    SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
+    label: str = ""  # what tells the groups of a method apart that differs between layers
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        """The config with what the method decides by itself; raises where it cannot do what is asked."""
+        return config
+
+    # What follows is given a settled config.
+
+    def needs_host(self, config: MergeConfig) -> bool:
+        """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
+        record."""
+        return False
+
+    def layout(self, token_count: int, config: MergeConfig) -> Layout:
+        return layout_for(token_count, config)
+
+    def partition(self, grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
+        return partition_grids(grids, config)
+
+    @abstractmethod
+    def empty_map(
+        self,
+        layout: Layout,
+        ops: ModuleType,
+        config: MergeConfig,
+        batch: int,
+        *,
+        shared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Map:
+        """A map of the right shapes; `shared` is whether the samples of a batch must have the same destinations."""
+
+    @abstractmethod
+    def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> Map:
+        """A map over the `tensors` of another one."""
+
+    @abstractmethod
+    def renew(self, merge_map: Map, phase: str, given: Given) -> None:
+        """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
+
+    @abstractmethod
+    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+        """Multiplications that merging itself costs in one denoiser call, in a group that merges `merges` times in
+        `blocks` blocks."""
+
+
+class LinearMethod(Method[MergeMap]):
+    """Destinations and weights by region: merging and unmerging are matrix products."""
+
+    @abstractmethod
+    def select(self, given: Given) -> Tensor:
+        """Destinations [S, R, k], as row-major indices by selection region; S is `given.samples`."""
+
+    @abstractmethod
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region; both have rows of sum 1."""
+
+    def making(self, layout: Layout, width: int, config: MergeConfig) -> float:
+        """Multiplications of selection and weights, spread over their intervals."""
+        return 0.0
+
+    def empty_map(
+        self,
+        layout: Layout,
+        ops: ModuleType,
+        config: MergeConfig,
+        batch: int,
+        *,
+        shared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MergeMap:
+        kinds = (config.select_in.kind, config.merge_in.kind)
+        ordered = "tile" in kinds and kinds[1] != "whole"
+        return MergeMap.empty(layout, ops, batch, ordered=ordered, shared=shared, dtype=dtype, device=device)
+
+    def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
+        return MergeMap.over(layout, ops, tensors)
+
+    def renew(self, merge_map: MergeMap, phase: str, given: Given) -> None:
+        layout = merge_map.layout
+        if phase == "select":
+            destinations = self.select(given)
+        else:
+            destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
+        merge_map.fill(given.partition, destinations, *self.weigh(given, destinations))
+
+    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+        return self.making(layout, width, config) + 2 * merges * layout.tokens * layout.merge_count * width
+
+
+class ClusterMethod(Method[ClusterMap]):
+    """Clusters by index: merging is a gather and a scatter, unmerging a gather."""
+
+    rule: str
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        if config.backend == "triton":
+            raise TokenMergeError(f"method {config.method!r} has no kernels; use backend='auto' or backend='reference'")
+        return config.replace(backend="reference")
+
+    def empty_map(
+        self,
+        layout: Layout,
+        ops: ModuleType,
+        config: MergeConfig,
+        batch: int,
+        *,
+        shared: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ClusterMap:
+        return ClusterMap.empty(self.rule, layout, batch, shared=shared, device=device)
+
+    def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> ClusterMap:
+        return ClusterMap(self.rule, *tensors)

@@ -1,0 +1,125 @@
+"""Bipartite matching of tokens with one destination per 2x2 cell: ToMeSD, and ToFu on top of it.
+
+ToMeSD (Token Merging for Stable Diffusion) gives what the `tomesd` package gives. ToFu (Token Fusion, arXiv 2312.01026)
+has no public code for diffusion models: this is a reimplementation from its description.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..clustermap import ClusterMap
+from ...config import MergeConfig
+from ...errors import TokenMergeError
+from ..grid import Layout, Partition, TokenGrid
+from .base import ClusterMethod, Given
+
+_SIDE = 2
+# Destinations are never removed.
+_MOST = 1.0 - 1.0 / _SIDE**2
+
+
+@dataclass(frozen=True)
+class Bipartite(ClusterMethod):
+    """The tokens most like a destination join it; all others stay as they are. Matched anew for every block, on the
+    tokens that enter it: one matching for all components of the block."""
+
+    PER_BLOCK = True
+
+    rule: str = "mean"
+    label: str = ""
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        if config.ratio > _MOST:
+            raise TokenMergeError(
+                f"{config.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}; "
+                f"ratio is {config.ratio:g}: use {_MOST} or less, or method='toma'"
+            )
+        if config.selection not in ("random", "uniform"):
+            raise TokenMergeError(
+                f"{config.method} takes a random token of every cell as destination, or the top left one; selection "
+                f"is {config.selection!r}: use 'random' or 'uniform', or preset={config.method!r}"
+            )
+        return super().settle(config).replace(regions="whole", merge_regions=None)
+
+    def needs_host(self, config: MergeConfig) -> bool:
+        return config.selection == "random"
+
+    def layout(self, token_count: int, config: MergeConfig) -> Layout:
+        removed = int(token_count * config.ratio)
+        return Layout(token_count, token_count, token_count - removed, token_count)
+
+    def partition(self, grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
+        if len(grids) > 1:
+            raise TokenMergeError(
+                f"a sequence of {len(grids)} images ({' + '.join(map(str, grids))} tokens) would be matched as one; "
+                "use a method with regions, such as toma"
+            )
+        (grid,) = grids
+        if min(grid.height, grid.width) < _SIDE:
+            raise TokenMergeError(
+                f"a {grid} token grid has no {_SIDE}x{_SIDE} cell to match in; use a larger image, or method='toma'"
+            )
+        description = f"{_SIDE}x{_SIDE} cells, top left tokens"
+        if config.selection == "random":
+            description = f"{_SIDE}x{_SIDE} cells, random tokens (top left in odd batches)"
+        return Partition(self.layout(grid.count, config), None, None, description, grids)
+
+    def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
+        # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:
+        # like the package, take no random one then.
+        tokens, partition = given.tokens, given.partition
+        drawn = given.generator if given.config.selection == "random" and tokens.shape[0] % 2 == 0 else None
+        destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
+        merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=given.shared))
+
+    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+        """Similarities of all pairs; sums and copies multiply nothing."""
+        destinations = layout.tokens / _SIDE**2
+        return blocks * (layout.tokens - destinations) * destinations * width
+
+
+def split_cells(grid: TokenGrid, device: torch.device, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """One token of every whole 2x2 cell, [D], and all others, [N - D], as row-major indices.
+
+    With a generator a random one, without the top left one. Tokens of cells that the grid's edge cuts are others.
+    """
+    rows, columns = grid.height // _SIDE, grid.width // _SIDE
+    index = torch.arange(grid.count, device=device).view(grid.height, grid.width)
+    whole = index[: rows * _SIDE, : columns * _SIDE].reshape(rows, _SIDE, columns, _SIDE)
+    cells = whole.transpose(1, 2).reshape(rows * columns, _SIDE**2)
+    edges = torch.cat([index[rows * _SIDE :].flatten(), index[: rows * _SIDE, columns * _SIDE :].flatten()])
+    if generator is None:
+        return cells[:, 0], torch.cat([cells[:, 1:].flatten(), edges])
+    pick = torch.randint(_SIDE**2, (len(cells), 1), device=generator.device, generator=generator).to(device)
+    rest = (pick + torch.arange(1, _SIDE**2, device=device)) % _SIDE**2
+    return cells.gather(1, pick).flatten(), torch.cat([cells.gather(1, rest).flatten(), edges])
+
+
+def match(
+    tokens: Tensor, candidates: Tensor, others: Tensor, merged: int, *, shared: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let the `others` [K] most like one of the `candidates` [D] join it, until `merged` of the tokens [B, N, C] stay.
+
+    Returns destinations [S, M], those of the others that stay first; sources [S, N - M]; and the place [B, N] of every
+    token's cluster among the destinations. S is B, or 1 if `shared`: then the same tokens join in all samples, those
+    with the largest sum of similarities, each with the candidate it is most like.
+    """
+    batch, token_count, _ = tokens.shape
+    staying = merged - len(candidates)
+    # In the tokens' dtype, as the package does: a baseline must not be slower here than it is.
+    directions = F.normalize(tokens, dim=-1)
+    similarity = directions[:, others] @ directions[:, candidates].transpose(-1, -2)
+    best, nearest = similarity.max(-1)
+    ranking = (best.sum(0, keepdim=True) if shared else best).argsort(dim=-1, descending=True, stable=True)
+    joining, kept = ranking.split([len(others) - staying, staying], dim=-1)
+    destinations = torch.cat([others[kept], candidates.expand(len(kept), -1)], dim=1)
+    sources = others[joining]
+    places = torch.empty(batch, token_count, dtype=torch.int64, device=tokens.device)
+    places.scatter_(1, destinations.expand(batch, -1), torch.arange(merged, device=tokens.device).expand(batch, -1))
+    places.scatter_(1, sources.expand(batch, -1), staying + nearest.gather(1, joining.expand(batch, -1)))
+    return destinations, sources, places

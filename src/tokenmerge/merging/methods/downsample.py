@@ -1,0 +1,106 @@
+"""Downsampling on the grid, which does not look at the tokens: the control `pool`, and ToDo (arXiv 2402.13573).
+
+Both cut the grid into cells and keep one token for each; the ratio gives the cell: 0.75 is 2x2. Where cells do not
+divide a grid they are ragged, like any tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..clustermap import ClusterMap
+from ...config import MergeConfig
+from ...errors import TokenMergeError
+from ..grid import Layout
+from .base import ClusterMethod, Given, LinearMethod
+
+# So that 0.667 may be written for two thirds.
+_TOLERANCE = 0.01
+
+
+def in_cells(config: MergeConfig) -> MergeConfig:
+    """The config with cells of 1 / (1 - ratio) tokens for regions, as square as that number allows."""
+    wished = 1.0 / (1.0 - config.ratio)
+    size = max(2, round(wished)) if config.ratio else 1
+    if abs(wished - size) > _TOLERANCE:
+        raise TokenMergeError(
+            f"{config.method} keeps one token of every cell of n, so its ratio is 1 - 1/n: 0.5, 0.667, 0.75, ...; "
+            f"ratio is {config.ratio:g}: use {1 - 1 / size:.3g}"
+        )
+    height = max(side for side in range(1, math.isqrt(size) + 1) if size % side == 0)
+    return config.replace(regions=f"tile:{height}x{size // height}", merge_regions=None)
+
+
+def _runs(layout: Layout) -> tuple[list[int], list[int]]:
+    """The tokens of a region in equal runs, one for each destination (a cell is one run; a region has more of them
+    where the token count has no divisor of a cell's size): the run of every token, and the first token of every run.
+    """
+    size, count = layout.select_size, layout.select_count
+    return [token * count // size for token in range(size)], [-(-run * size // count) for run in range(count)]
+
+
+def _regions(given: Given) -> Tensor:
+    """Token indices [R, n] by region."""
+    layout, order = given.partition.layout, given.partition.order
+    if order is None:
+        order = torch.arange(layout.tokens, device=given.tokens.device)
+    return order.view(layout.select_regions, layout.select_size)
+
+
+class Pool(LinearMethod):
+    """Average pooling of cells, and nearest upsampling back. A cell has the position of its first token."""
+
+    REFRESHES = False
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        return in_cells(config)
+
+    def needs_host(self, config: MergeConfig) -> bool:
+        return True
+
+    def select(self, given: Given) -> Tensor:
+        """The first token of every cell."""
+        _, firsts = _runs(given.partition.layout)
+        return _regions(given)[:, firsts].expand(given.samples, -1, -1)
+
+    def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
+        """Every token belongs to its cell alone; all tokens of a cell weigh the same."""
+        tokens, layout = given.tokens, given.partition.layout
+        runs, _ = _runs(layout)
+        members = F.one_hot(torch.tensor(runs, device=tokens.device), layout.select_count)
+        unmerge = members.to(tokens.dtype).expand(tokens.shape[0], layout.merge_regions, -1, -1)
+        merge = unmerge.transpose(-1, -2)
+        return merge / merge.sum(-1, keepdim=True), unmerge
+
+
+class ToDo(ClusterMethod):
+    """Token Downsampling: keys and values of self-attention come from the first token of every cell; queries stay full,
+    so nothing is unmerged. On grids that cells divide, this is downsampling by the nearest token."""
+
+    REFRESHES = False
+    KEYS_VALUES = True
+    SITES = ("component",)
+    rule = "prune"
+
+    def settle(self, config: MergeConfig) -> MergeConfig:
+        return in_cells(super().settle(config))
+
+    def needs_host(self, config: MergeConfig) -> bool:
+        return True
+
+    def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
+        layout, device = given.partition.layout, given.tokens.device
+        regions = _regions(given)
+        runs, firsts = _runs(layout)
+        others = sorted(set(range(layout.select_size)) - set(firsts))
+        places = torch.empty(layout.tokens, dtype=torch.int64, device=device)
+        first_places = torch.arange(layout.select_regions, device=device)[:, None] * layout.select_count
+        places[regions] = first_places + torch.tensor(runs, device=device)
+        merge_map.fill(regions[:, firsts].reshape(1, -1), regions[:, others].reshape(1, -1), places)
+
+    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+        return 0.0

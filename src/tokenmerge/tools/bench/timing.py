@@ -1,0 +1,164 @@
+"""Time, launches and memory of one candidate."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import api
+from ...compiling.blocks import compile, uncompile, unrecorded
+from ...errors import TokenMergeError
+from ..measure import Stopwatch, environment, forget_peak_memory, free_memory, peak_memory, timed
+from .candidates import Candidate, typical_step, visits
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of one comparison share."""
+
+    model: str
+    width: int
+    height: int
+    batch: int
+    mode: str
+    steps: int
+    warmups: int
+    settle: float  # seconds of warming up at least, for the clocks of the device to settle
+    repeats: int
+    loops: int  # whole schedules to run from end to end as well
+    command: str  # that asked for it
+
+
+class Loop:
+    """Stands for the scheduler that drives a denoiser: merging hears its steps, and it may skip some."""
+
+    def __init__(self, steps: int) -> None:
+        self.timesteps = list(range(steps, 0, -1))
+        self.begin_index = 0
+
+    @property
+    def sigmas(self) -> Tensor:
+        """Noise levels, which gaps may follow; what they are costs nothing."""
+        return torch.linspace(1.0, 0.0, len(self.timesteps) + 1)
+
+    def set_timesteps(self) -> None:
+        """Begin an image."""
+
+    def step(self) -> None:
+        """End a step."""
+
+
+def measure_candidate(
+    denoiser: nn.Module, arguments: dict[str, Any], candidate: Candidate, setting: Setting
+) -> dict[str, Any]:
+    """One record: milliseconds by phase and over the schedule, launches of a call, peak memory."""
+    device = next(denoiser.parameters()).device
+    loop = Loop(setting.steps)
+    api.remove(denoiser)
+    uncompile(denoiser)
+    torch.compiler.reset()
+    free_memory(device)
+
+    def call() -> None:
+        with torch.inference_mode():
+            denoiser(**arguments, return_dict=False)
+
+    phases = candidate.phases(setting.steps)
+    try:
+        if candidate.config is not None:
+            api.apply(denoiser, candidate.config, scheduler=loop)
+        launches = None
+        if setting.mode != "eager":
+            compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
+        forget_peak_memory(device)
+        _, first = timed(call, device)
+        times = _time_phases(loop, call, phases, device, setting)
+        if reasons := unrecorded(denoiser):
+            raise TokenMergeError(
+                f"{candidate.label} cannot be timed in mode {setting.mode!r}: calls cannot be recorded as CUDA graphs "
+                f"({reasons[0]}); use mode 'eager' or 'compiled'"
+            )
+        peak = peak_memory(device)
+        whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
+        backends = [group["backend"] for group in api.summary(denoiser).groups]
+        compiled = api.summary(denoiser).compiled
+        if device.type == "cuda" and "graph" not in setting.mode:
+            launches = _launches(loop, call, typical_step(phases))
+    finally:
+        uncompile(denoiser)
+        api.remove(denoiser)
+    return {
+        "label": candidate.label,
+        **vars(setting),
+        "config": candidate.config.to_dict() if candidate.config is not None else None,
+        "steps_by_phase": dict(Counter(phases)),
+        "laps_ms": {phase: [round(lap, 4) for lap in laps] for phase, laps in times.items()},
+        "loop_ms": [round(seconds * 1e3, 3) for seconds in whole],
+        "first_call_s": round(first, 3),
+        "launches": launches,
+        "peak_bytes": peak,
+        "backend": backends[0] if backends else None,
+        "compiled": compiled,
+        "environment": environment(device),
+    }
+
+
+def _time_phases(
+    loop: Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
+) -> dict[str, list[float]]:
+    """Milliseconds of every phase. Each image visits a step of each phase and skips the rest."""
+    # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
+    anew = len(set(phases)) > 1
+    visited = visits(phases) if anew else {0: phases[0]}
+    begin_image(loop, call, 1)
+
+    def turn(watches: dict[str, Stopwatch]) -> None:
+        if anew:
+            loop.set_timesteps()
+        for step in range(max(visited) + 1):
+            if step in visited:
+                phase = visited[step]
+                call() if phase is None else watches[phase].lap(call)
+            loop.step()
+
+    began, turns = time.perf_counter(), 0
+    while turns < setting.warmups or time.perf_counter() - began < setting.settle:
+        timed(lambda: turn(_watches(phases, device)), device)
+        turns += 1
+    watches = _watches(phases, device)
+    for _ in range(setting.repeats):
+        turn(watches)
+    return {phase: watch.milliseconds() for phase, watch in watches.items()}
+
+
+def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch]:
+    return {phase: Stopwatch(device) for phase in dict.fromkeys(phases)}
+
+
+def _time_loop(loop: Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
+    return timed(lambda: begin_image(loop, call, steps), device)[1]
+
+
+def begin_image(loop: Loop, call: Callable[[], None], steps: int) -> None:
+    """An image up to, and without, the step of this number."""
+    loop.set_timesteps()
+    for _ in range(steps):
+        call()
+        loop.step()
+
+
+def _launches(loop: Loop, call: Callable[[], None], step: int) -> int:
+    """Kernels, copies and fills of one step of an image."""
+    from torch.profiler import ProfilerActivity, profile
+
+    begin_image(loop, call, step)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiled.events())

@@ -1,0 +1,1 @@
+"""The `tokenmerge` command, one file for each of its commands."""

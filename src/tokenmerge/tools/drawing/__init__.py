@@ -1,0 +1,1 @@
+"""Pictures from prompts, plain beside merged or held, and what they show."""

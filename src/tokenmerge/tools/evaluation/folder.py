@@ -1,0 +1,242 @@
+"""What an evaluation keeps, and where. Every file is there whole or not at all, so what is there is done.
+
+run.json                      what was asked for; going on with something else is refused
+images/CONFIG/SAMPLE.png      pictures
+values/CONFIG/SAMPLE.json     metrics of one picture
+features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
+reference/NAME.npy            the same of the photographs given with --reference
+sets/CONFIG.json              metrics of sets
+modes/CONFIG.json             how many steps of a picture were full, anchors, merged or skipped
+calibration.json              what the mag cache decides by
+timing/CONFIG/LAP.json        seconds and memory of one timed batch
+metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ...errors import TokenMergeError
+from ..files import PARTIAL, check_folder, write_file, write_text
+from ..drawing.generate import slug
+from ..drawing.pictures import to_tensor
+from .configurations import BASELINE, Configuration
+
+# Files that are taken for done where they are found.
+_DONE = (
+    "images/*/*.png",
+    "values/*/*.json",
+    "features/*/*.npy",
+    "reference/*.npy",
+    "sets/*.json",
+    "modes/*.json",
+    "timing/*/*.json",
+)
+# What to do about one that is damaged.
+_MAKE_ANEW = "delete it, and go on with --resume"
+# Names that a message lists before it counts the rest.
+_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One picture of every configuration: a prompt, by its place in the list, and a seed."""
+
+    place: int
+    prompt: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.place:04d}-{self.seed}-{slug(self.prompt)[:40]}"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Paths of an evaluation."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        check_folder(self.root)
+
+    def image(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "images" / configuration.folder / f"{sample.name}.png"
+
+    def values(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "values" / configuration.folder / f"{sample.name}.json"
+
+    def features(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "features" / configuration.folder / f"{sample.name}.npy"
+
+    def reference(self, picture: Path) -> Path:
+        return self.root / "reference" / f"{picture.name}.npy"
+
+    def sets(self, configuration: Configuration) -> Path:
+        return self.root / "sets" / f"{configuration.folder}.json"
+
+    def modes(self, configuration: Configuration) -> Path:
+        return self.root / "modes" / f"{configuration.folder}.json"
+
+    @property
+    def calibration(self) -> Path:
+        return self.root / "calibration.json"
+
+    def timing(self, configuration: Configuration, lap: int) -> Path:
+        return self.root / "timing" / configuration.folder / f"{lap:04d}.json"
+
+    @property
+    def _record(self) -> Path:
+        return self.root / "run.json"
+
+    def begun(self) -> dict[str, Any] | None:
+        """What was asked for here before."""
+        told = "it says how all else here was made: give another --out"
+        return read_json(self._record, told) if self._record.is_file() else None
+
+    def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
+        # As they will be read: JSON has neither tuples nor infinities.
+        settings = json.loads(to_json(settings))
+        before = self.begun()
+        if before is None and any(any(self.root.glob(files)) for files in _DONE):
+            raise TokenMergeError(
+                f"{self.root} holds files of an evaluation, and no run.json that says how they were made; give another "
+                "--out"
+            )
+        if before is None and resume:
+            tell_new(self.root)
+        if before is not None and not resume:
+            raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
+        if before is not None:
+            settings = _joined(before, settings, self.root)
+        for left_over in self.root.rglob(f"*{PARTIAL}"):
+            left_over.unlink()
+        write_text(self._record, to_json(settings, indent=2))
+        return settings
+
+
+def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The settings of an evaluation that goes on: nothing may differ, but networks and timed batches may come in
+    addition, and commits, since not every one touches what pictures depend on; all are kept."""
+    commits = [item["environment"].pop("commit", None) for item in (before, now)]
+    told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if name == "repeats" and (old or 0) <= (new or 0):
+            continue
+        other = _other_list(old or {}, new or {}) if name == "configurations" else None
+        other = other or _difference(name, old, new, may_grow=name == "networks")
+        if other:
+            raise TokenMergeError(f"{root} was begun {other}; ask for the same, or give another --out")
+    return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
+
+
+def _other_list(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """How the names of configurations differ."""
+    added = [label for label in new if label not in old]
+    left_out = [label for label in old if label not in new]
+    told = [f"{_listed(added)} {'was' if len(added) == 1 else 'were'} not among them"] if added else []
+    told += [f"{_listed(left_out)} {'is' if len(left_out) == 1 else 'are'} left out now"] if left_out else []
+    begun = [label for label in old if label != BASELINE] or [BASELINE]
+    return f"with {_listed(begun)}; {', and '.join(told)}" if told else None
+
+
+def _listed(labels: list[str]) -> str:
+    more = len(labels) - _LISTED
+    return ", ".join(labels[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _difference(name: str, old: Any, new: Any, *, may_grow: bool = False) -> str | None:
+    """How two values differ, first of all, by the innermost name that has another. may_grow: by new names."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return None if old == new else f"with {name} {_short(old)}, not {_short(new)}"
+    for key in dict.fromkeys((*old, *new)):
+        if key not in new:
+            return f"with {name} {key}, which is left out now"
+        if key not in old and not may_grow:
+            return f"without {name} {key}"
+        told = _difference(f"{name} {key}", old[key], new[key]) if key in old else None
+        if told:
+            return told
+    return None
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def tell_new(out: Path) -> None:
+    """To those who would go on where nothing is: the folder may be misspelt."""
+    print(f"tokenmerge: {out} holds nothing yet: begins anew", file=sys.stderr)
+
+
+def interrupted(out: Path) -> KeyboardInterrupt:
+    """An interrupt that tells how to go on, where there is something to go on with."""
+    told = [f"what was made is kept in {out}; go on with --resume"] if out.is_dir() else []
+    return KeyboardInterrupt(*told)
+
+
+def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error, way_out) from error
+    return content
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: infinities, which it has no numbers for, as text."""
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same with infinities as texts."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_features(path: Path, features: Tensor) -> None:
+    """fp32 [d]."""
+    buffer = io.BytesIO()
+    np.save(buffer, features.numpy())
+    write_file(path, lambda file: file.write(buffer.getbuffer()))
+
+
+def read_features(paths: list[Path]) -> Tensor:
+    """[n, d]."""
+    rows = []
+    for path in paths:
+        try:
+            rows.append(torch.from_numpy(np.load(path)))
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+    return torch.stack(rows)
+
+
+def read_picture(path: Path) -> Tensor:
+    """uint8 [H, W, 3]."""
+    try:
+        with Image.open(path) as picture:
+            return to_tensor(picture)
+    except OSError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception, way_out: str = _MAKE_ANEW) -> TokenMergeError:
+    return TokenMergeError(f"{path} cannot be read ({error}); {way_out}")

@@ -1,0 +1,172 @@
+"""`tokenmerge metrics`: the metrics for two folders of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from ...errors import TokenMergeError
+from ..drawing.generate import best_device
+from ..typed import check_counts
+from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
+from ..quality.networks import Sources
+from ..quality.statistics import Estimate, estimate
+from ...planning.tables import counted, table
+from .folder import finite, read_picture
+from .table import figure
+
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures of two folders, and of every pair of pictures in them."""
+
+    estimates: dict[str, Estimate]
+    pictures: dict[str, dict[str, float]]
+    missing: tuple[str, ...]
+    counts: tuple[int, int]
+    by_prompt: bool  # whether intervals take the pictures of a prompt together
+
+    def to_dict(self) -> Any:
+        return finite(
+            {
+                "counts": {"reference": self.counts[0], "test": self.counts[1]},
+                "metrics": {
+                    name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
+                },
+                "intervals_over": "prompts" if self.by_prompt else "pictures",
+                "pictures": self.pictures,
+                "missing": list(self.missing),
+            }
+        )
+
+    def __str__(self) -> str:
+        rows = []
+        for name, value in self.estimates.items():
+            metric = BY_NAME[name]
+            better = "higher" if metric.higher_is_better else "lower"
+            rows.append([metric.title, figure(metric, value), better, metric.meaning])
+        text = table(["metric", "value", "better", "meaning"], rows)
+        text += f"\n\n{counted(self.counts[1], 'picture')} against {self.counts[0]}"
+        if any(value.interval is not None for value in self.estimates.values()):
+            text += f"; +- is the 95 % interval of confidence, which {self._evidence()}"
+        return "\n".join([f"{text}.", *self.missing])
+
+    def _evidence(self) -> str:
+        """What intervals take for independent."""
+        if self.by_prompt:
+            return "takes the pictures of a prompt together"
+        return (
+            "counts every picture as independent; if some are of one prompt, give --prompts with one for each picture"
+        )
+
+
+def compare_folders(
+    reference: Path,
+    test: Path,
+    *,
+    metrics: Sequence[str] | None = None,
+    sources: Sources | None = None,
+    prompts: Sequence[str] | None = None,
+    device: str | None = None,
+    threads: int = 1,
+) -> Comparison:
+    """`test` against `reference`, paired by file name without ending; for metrics of sets alone pairs are not needed.
+
+    prompts: one for each picture of `test` in the order of their names, for the CLIP score and for intervals, which
+    take the pictures of a prompt together. Without them every picture counts as independent.
+    """
+    check_counts(threads=threads)
+    place = best_device(device)
+    torch.set_num_threads(threads)
+    originals, tests = list_pictures(reference), list_pictures(test)
+    choice = choose_metrics(metrics, sources or Sources()).without(_objections(originals, tests, prompts))
+    if choice.of_kind("pair"):
+        _check_pairs(reference, test, originals, tests)
+    meter = Meter(choice, place, threads)
+    values: dict[str, dict[str, float]] = {path.name: {} for path in tests}
+    sets: dict[str, list[torch.Tensor]] = {"reference": [], "test": []}
+    for number, path in enumerate(tests):
+        shown = Picture(read_picture(path))
+        if choice.of_kind("pair"):
+            original = Picture(read_picture(originals[number]))
+            for metric in choice.of_kind("pair"):
+                values[path.name][metric.name] = meter.pair(metric, original, shown)
+        for metric in choice.of_kind("text"):
+            values[path.name][metric.name] = meter.text(metric, (prompts or ())[number], shown)
+        if choice.of_kind("set"):
+            sets["test"].append(meter.features(shown))
+    estimates = {}
+    groups: dict[Any, list[str]] = {}
+    for path, prompt in zip(tests, prompts or tests, strict=True):
+        groups.setdefault(prompt, []).append(path.name)
+    for metric in choice.metrics:
+        if metric.kind != "set":
+            estimates[metric.name] = estimate(
+                [[values[name][metric.name] for name in names] for names in groups.values()]
+            )
+    if choice.of_kind("set"):
+        features = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
+        for metric in choice.of_kind("set"):
+            estimates[metric.name] = Estimate(meter.of_sets(metric, features, torch.stack(sets["test"])))
+    return Comparison(
+        estimates, values, tuple(choice.missing_lines()), (len(originals), len(tests)), prompts is not None
+    )
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """The pictures of a folder, by name."""
+    if not folder.is_dir():
+        raise TokenMergeError(f"{folder} is not a folder; give one that holds pictures")
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _ENDINGS)
+    if not found:
+        raise TokenMergeError(f"{folder} holds no picture that ends in {', '.join(_ENDINGS)}")
+    stems: dict[str, Path] = {}
+    for path in found:
+        if path.stem in stems:
+            raise TokenMergeError(f"{path} and {stems[path.stem].name} have one name; rename one of them")
+        stems[path.stem] = path
+    return [stems[stem] for stem in sorted(stems)]
+
+
+def _objections(originals: Sequence[Path], tests: Sequence[Path], prompts: Sequence[str] | None) -> dict[str, str]:
+    """Kinds of metrics that these folders cannot have, with why."""
+    reasons: dict[str, str] = {}
+    if prompts is None:
+        reasons["text"] = "it needs --prompts FILE, with one for each picture in the order of their names"
+    elif len(prompts) != len(tests):
+        raise TokenMergeError(
+            f"{counted(len(prompts), 'prompt')} for {counted(len(tests), 'picture')}; give one for each"
+        )
+    if min(len(originals), len(tests)) < 2:
+        reasons["set"] = "it needs two pictures or more in each folder"
+    return reasons
+
+
+def _check_pairs(reference: Path, test: Path, originals: Sequence[Path], tests: Sequence[Path]) -> None:
+    first, second = {path.stem for path in originals}, {path.stem for path in tests}
+    if first != second:
+        name = min(first ^ second)
+        place = test if name in first else reference
+        raise TokenMergeError(
+            f"{len(first ^ second)} pictures have no partner, first {name!r}, which {place} lacks; "
+            "add it, or compare sets alone with --metrics fid,kid"
+        )
+    for one, two in zip(originals, tests, strict=True):
+        sizes = [_size(path) for path in (one, two)]
+        if sizes[0] != sizes[1]:
+            raise TokenMergeError(f"{one} has {sizes[0]} pixels and {two} {sizes[1]}; make them the same size")
+
+
+def _size(path: Path) -> str:
+    try:
+        with Image.open(path) as picture:
+            return f"{picture.width}x{picture.height}"
+    except (UnidentifiedImageError, OSError) as error:
+        raise TokenMergeError(f"{path} cannot be read as a picture ({error}); remove it") from error

@@ -1,0 +1,192 @@
+"""Quality against the time of the denoiser: a line for each way of merging or caching, a point for each of its ratios
+and thresholds (as in the paper's Figure 5)."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...errors import TokenMergeError
+from ..files import write_file
+from ..quality.metrics import Metric
+from .configurations import BASELINE
+from .results import Results, Row
+from .table import conditions
+
+# The first eight are told apart by people who see colours differently (Okabe and Ito); the others are far from those
+# and from each other.
+_FIRST = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
+_COLOURS = (*_FIRST, "#80001A", "#5A49F2", "#658026", "#C200F2", "#CCA770", "#0032A6", "#800073", "#004D40")
+# In print too: as many markers as half of the colours, filled for the first half and hollow for the second.
+_MARKERS = "osD^vPX*"
+_LINES = ("-", "--", ":")
+# Where a number may stand beside its point, the best place first: points across, points up, alignment.
+_PLACES = ((6, 5, "left"), (6, -12, "left"), (-6, 5, "right"), (-6, -12, "right"))
+_HEADING: dict[str, Any] = {"fontsize": 10, "x": 0.01, "ha": "left"}
+# A longer legend would hide points, and goes beside the plot.
+_MOST_INSIDE = 5
+# More or longer entries would leave no place for the plot itself.
+_MOST_BESIDE = 24
+_LONGEST_ENTRY = 60
+
+
+def check_plots() -> None:
+    """Refuse before hours of work what would fail after them."""
+    if find_spec("matplotlib") is None:
+        raise TokenMergeError("eval needs matplotlib for its plots: pip install .[eval]")
+
+
+def write_plots(results: Results, folder: Path) -> list[Path]:
+    """One plot for each metric that some configuration beside the baseline has a figure of."""
+    # In the order that they were asked for.
+    series = {row.configuration.series: None for row in results.rows[1:]}
+    styles = {name: series_style(place) for place, name in enumerate(series)}
+    paths = []
+    for metric in results.metrics:
+        if any(_point(row, metric) for row in results.rows[1:]):
+            path = folder / f"{metric.name}.png"
+            save_plot(_draw(results, metric, styles), path)
+            paths.append(path)
+    return paths
+
+
+def series_style(place: int) -> dict[str, Any]:
+    """How the series at a place is drawn; no two of 128 are the same."""
+    colour, turn = _COLOURS[place % len(_COLOURS)], place // len(_MARKERS)
+    # Every turn over all colours begins with another marker.
+    marker = _MARKERS[(place + place // len(_COLOURS)) % len(_MARKERS)]
+    filled = colour if turn % 2 == 0 else "white"
+    return {"color": colour, "marker": marker, "markerfacecolor": filled, "linestyle": _LINES[turn % len(_LINES)]}
+
+
+def new_plot(width: float = 6.4) -> tuple[Any, Any]:
+    """An empty figure, so many inches wide, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(drawn)
+    axes = drawn.add_subplot()
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return drawn, axes
+
+
+def save_plot(drawn: Any, path: Path) -> None:
+    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+
+
+def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -> Any:
+    """The figure of a metric."""
+    crowded = len(styles) > _MOST_INSIDE
+    drawn, axes = new_plot(8.6 if crowded else 6.4)
+    timed = all(row.denoiser_seconds for row in results.rows)
+    several = len({row.configuration.knobs for row in results.rows[1:]}) > 1
+    entries = dict(zip(styles, _entries(list(styles)), strict=True))
+    numbers = []
+    for name, style in styles.items():
+        rows = [row for row in results.rows[1:] if row.configuration.series == name and _point(row, metric)]
+        rows.sort(key=lambda row: row.configuration.knobs)
+        if not rows:
+            continue
+        across = [(row.denoiser_seconds if timed else None) or _removed(row) for row in rows]
+        up = [row.estimates[metric.name].mean for row in rows]
+        spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
+        axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
+        for row, x, y in zip(rows, across, up, strict=True):
+            if timed and several:
+                told = ", ".join(f"{knob:g}" for knob in row.configuration.knobs)
+                place = {"textcoords": "offset points", "xytext": _PLACES[0][:2]}
+                numbers.append(axes.annotate(told, (x, y), **place, fontsize=8, color=style["color"]))
+    _mark_baseline(axes, results, metric, timed)
+    axes.set_ylim(*_limits(results, metric))
+    batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
+    axes.set_xlabel(
+        f"denoiser seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed"
+    )
+    better = "higher" if metric.higher_is_better else "lower"
+    axes.set_ylabel(f"{metric.title}, {better} is better")
+    drawn.suptitle("; ".join([f"{metric.title}: {metric.meaning}", *_told(results, timed and several)]), **_HEADING)
+    axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    legend = axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
+    spread_numbers(drawn, axes, numbers, legend)
+    return drawn
+
+
+def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
+    """Move numbers away from points, the legend and each other; those that find no place are left out."""
+    from matplotlib.transforms import Bbox
+
+    # What lies where is known once the plot is laid out.
+    drawn.draw_without_rendering()
+    points = axes.transData.transform([number.xy for number in numbers]) if numbers else []
+    # As large as half a marker, so that a number may touch its own point.
+    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in points]
+    taken.append(legend.get_window_extent())
+    for number in numbers:
+        for across, up, alignment in _PLACES:
+            number.set(position=(across, up), horizontalalignment=alignment)
+            box = number.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+        else:
+            number.set_visible(False)
+
+
+def _told(results: Results, numbered: bool) -> list[str]:
+    """What the numbers beside points are, or what all points have in common."""
+    merging = {_removed(row) for row in results.rows[1:] if row.configuration.merges}
+    if not numbered:
+        return [f"ratio {ratio:g} of tokens removed" for ratio in merging] if len(merging) == 1 else []
+    if not results.settings["caches"]:
+        return ["numbers are ratios of tokens removed"]
+    return ["numbers are ratios and thresholds" if merging else "numbers are thresholds"]
+
+
+def _entries(names: list[str]) -> list[str]:
+    """What a legend calls each of `names`: long ones are cut, and of too many the last stay without, which the one
+    before them tells."""
+    entries = [name if len(name) <= _LONGEST_ENTRY else f"{name[: _LONGEST_ENTRY - 4]} ..." for name in names]
+    left = len(names) - _MOST_BESIDE
+    if left > 0:
+        # matplotlib leaves out what begins with an underscore.
+        entries[_MOST_BESIDE - 1 :] = [f"and {left + 1} more", *["_"] * left]
+    return entries
+
+
+def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:
+    """The unmerged model: a point where it has a figure, else a line at its time."""
+    baseline = results.rows[0]
+    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
+    if (value := baseline.estimates.get(metric.name)) is not None:
+        axes.axhline(value.mean, label=f"{BASELINE} (unmerged)", **style)
+        if timed:
+            axes.plot(baseline.denoiser_seconds, value.mean, marker="x", color="#777777", linestyle="none")
+    elif timed:
+        axes.axvline(baseline.denoiser_seconds, label=f"{BASELINE} (unmerged)", **style)
+
+
+def _limits(results: Results, metric: Metric) -> tuple[float, float]:
+    """From the lowest mean to the highest and a bit more: intervals of few prompts would press all points together,
+    and may leave the plot."""
+    means = [row.estimates[metric.name].mean for row in results.rows if _point(row, metric)]
+    low, high = min(means), max(means)
+    margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
+    # No figure that is never below zero is drawn as if it could be.
+    return low - margin if low < 0 else max(0.0, low - margin), high + margin
+
+
+def _removed(row: Row) -> float:
+    """The share of tokens that its configuration removes, on average over steps or blocks."""
+    config = row.configuration.config
+    return sum(config.ratios) / len(config.ratios) if config.part_ratios else config.ratio
+
+
+def _point(row: Row, metric: Metric) -> bool:
+    value = row.estimates.get(metric.name)
+    return value is not None and math.isfinite(value.mean)

@@ -1,0 +1,83 @@
+"""Files that are there whole or not at all, whenever the process or the machine dies, and what tells them apart."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import TokenMergeError
+
+# Leftovers of a killed process end so; they are never read.
+PARTIAL = ".partial"
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write `path` through `write`, under another name until all of it is on the disk."""
+    # The number of the process keeps two that write the same file apart.
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise _refusal(path, error) from error
+    finally:
+        if partial.is_file():
+            partial.unlink()
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before there is anything to write. What it holds is left alone."""
+    if path.is_dir():
+        raise _refusal(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    probe = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file in the place of a folder that is to be written to."""
+    if path.exists() and not path.is_dir():
+        raise TokenMergeError(f"{path} is a file, not a folder; give another --out")
+
+
+def append_line(path: Path, line: str | None = None) -> None:
+    """Add a line to the end of a file; without one only see that this can be done. Lines before it are left alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("" if line is None else f"{line}\n")
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: Path, error: OSError) -> TokenMergeError:
+    way_out = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --out"
+    return TokenMergeError(f"{path} cannot be written ({error.strerror or error}); {way_out}")
+
+
+def write_text(path: Path, text: str) -> None:
+    write_file(path, lambda file: file.write(text.encode()))
+
+
+def digest_of(path: Path) -> str:
+    """The same for files of the same content."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); mend it, or leave it out") from error
+    return digest.hexdigest()[:16]

@@ -1,0 +1,121 @@
+"""How long maps take to make, to merge with and to unmerge with, by method and ratio (tables 4 and 5)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..loading import dtype_on
+from ...presets import load_preset
+from ...config import MergeConfig
+from ..files import write_text
+from ..drawing.generate import best_device
+from ...merging.grid import TokenGrid
+from ..measure import Stopwatch, captured, environment
+from ...merging.methods import Given, method_for
+from ...merging.ops import backend_for
+from ...planning.tables import markdown
+from .finding import Finding
+from ..evaluation.folder import to_json
+
+# Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
+LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}
+_PRESETS = ("toma", "toma-stripe", "toma-tile", "tomesd")
+_OPERATIONS = ("select", "reweigh", "merge", "unmerge")
+# On CUDA, so many calls as one graph.
+_REPLAYED, _CALLS = ("merge", "unmerge"), 16
+# Of one picture, with guidance.
+_SAMPLES = 2
+_WARM_UPS = 3
+
+
+def time_maps(
+    name: str, ratios: Sequence[float], *, batch: int, repeats: int, device: str | None, dtype: str | None, out: Path
+) -> Finding:
+    """Median milliseconds of every operation, on random tokens of `batch` pictures. On CUDA, where small work waits for
+    its launch, merging and unmerging are replayed as graphs; what makes maps is rare and launched as it is."""
+    place = best_device(device)
+    grid, width = LAYERS[name]
+    kind = dtype_on(place, dtype)
+    samples = _SAMPLES * batch
+    tokens = torch.randn(samples, grid.count, width, generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(place, getattr(torch, kind))
+    records: list[dict[str, Any]] = []
+    for preset in _PRESETS:
+        for ratio in ratios:
+            times = _time(load_preset(preset).replace(ratio=ratio), grid, tokens, repeats)
+            record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": samples}
+            records.append({**record, "dtype": kind, **times, "environment": environment(place)})
+    write_text(out / "values.jsonl", "".join(map(to_json, records)))
+    text = map_table(records)
+    write_text(out / "table.md", f"{text}\n")
+    return Finding(text, records, out / "table.md")
+
+
+def map_table(records: Sequence[dict[str, Any]]) -> str:
+    """For documents, with the conditions under it."""
+    header = ["preset", "ratio", *(f"{operation}, ms" for operation in _OPERATIONS)]
+    rows = [
+        [record["preset"], f"{record['ratio']:g}", *(f"{record[operation]:.4g}" for operation in _OPERATIONS)]
+        for record in records
+    ]
+    first = records[0]
+    return (
+        f"{markdown(header, rows)}\n\n{first['batch']} x {first['tokens']} tokens of width {first['width']}, "
+        f"{first['dtype']}, on {first['environment']['device']}"
+        f"{'; merge and unmerge replayed as CUDA graphs' if 'cuda' in first['environment'] else ''}."
+    )
+
+
+def _time(config: MergeConfig, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+    method = method_for(config)
+    config = method.settle(config)
+    partition = method.partition((grid,), config).to(tokens.device)
+    ops, _ = backend_for(config.backend, tokens.device)
+    merge_map = method.empty_map(
+        partition.layout, ops, config, len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def renew(phase: str) -> None:
+        method.renew(merge_map, phase, Given(tokens, partition, config, generator, shared=False, ops=ops))
+
+    renew("select")
+    merged = merge_map.merge(tokens)
+    work = {
+        "select": lambda: renew("select"),
+        "reweigh": lambda: renew("reweigh"),
+        "merge": lambda: merge_map.merge(tokens),
+        "unmerge": lambda: merge_map.unmerge(merged),
+    }
+    times = {}
+    for operation, function in work.items():
+        if tokens.device.type == "cuda" and operation in _REPLAYED:
+            times[operation] = _median_ms(_many(function), tokens.device, repeats) / _CALLS
+        else:
+            times[operation] = _median_ms(function, tokens.device, repeats)
+    return times
+
+
+def _median_ms(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    for _ in range(min(_WARM_UPS, repeats)):
+        function()
+    watch = Stopwatch(device)
+    for _ in range(repeats):
+        watch.lap(function)
+    return statistics.median(watch.milliseconds())
+
+
+def _many(function: Callable[[], object]) -> Callable[[], None]:
+    """Many calls as one CUDA graph: launched one by one, they would take as long as the host takes to launch them."""
+
+    def many() -> None:
+        for _ in range(_CALLS):
+            function()
+
+    function()
+    return captured(many)

@@ -1,0 +1,124 @@
+"""Do destinations stay? What would be selected at every step, against the first step of its interval (figure 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import MergeConfig
+from ..files import write_text
+from ...merging.grid import Partition, partition_grids
+from ...merging.ops import backend_for
+from ...planning.tables import table
+from .finding import Finding
+from ..evaluation.folder import to_json
+from .hidden import Hidden, Subject
+from ..evaluation.plots import new_plot, save_plot
+
+
+def measure_overlap(
+    subject: Subject, config: MergeConfig, prompts: Sequence[str], seeds: Sequence[int], out: Path
+) -> Finding:
+    """Select in every block at every step of unmerged pictures, and compare with the first step of the interval that
+    destinations would be kept for."""
+    interval = config.schedule.destinations_every
+    shares: dict[tuple[str, int], list[float]] = {}
+    chances: dict[str, float] = {}
+    for prompt in prompts:
+        for seed in seeds:
+            selector = _Selector(config)
+
+            def see(hidden: Hidden, selector: _Selector = selector) -> None:
+                share, chance = selector.compare(hidden, hidden.step % interval == 0)
+                shares.setdefault((hidden.block, hidden.step), []).append(share)
+                chances[hidden.block] = chance
+
+            subject.watch(prompt, seed, see)
+    records: list[dict[str, Any]] = [
+        {
+            "block": block,
+            "step": step,
+            "overlap": sum(found) / len(found),
+            "chance": chances[block],
+            "count": len(found),
+        }
+        for (block, step), found in shares.items()
+    ]
+    write_text(out / "values.jsonl", "".join(map(to_json, records)))
+    save_plot(_draw(records, interval, config), out / "figure.png")
+    return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
+
+
+def overlap_cells(records: Sequence[dict[str, Any]], interval: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the mean of each block over the steps between selections."""
+    rows = []
+    for block in dict.fromkeys(record["block"] for record in records):
+        mine = [record for record in records if record["block"] == block]
+        later = [record["overlap"] for record in mine if record["step"] % interval]
+        mean = f"{sum(later) / len(later):.3f}" if later else ""
+        rows.append([block, mean, f"{mine[0]['chance']:.3f}"])
+    return ["block", "overlap after the first step", "by chance"], rows
+
+
+class _Selector:
+    """Selects for one picture, and remembers the first destinations of the interval."""
+
+    def __init__(self, config: MergeConfig) -> None:
+        self._config = config
+        self._partitions: dict[object, Partition] = {}
+        self._first: dict[str, Tensor] = {}
+
+    def compare(self, hidden: Hidden, begins: bool) -> tuple[float, float]:
+        """The share of destinations that were there at the first step of the interval; and what chance would give."""
+        device = hidden.tokens.device
+        if hidden.grid not in self._partitions:
+            self._partitions[hidden.grid] = partition_grids((hidden.grid,), self._config).to(device)
+        layout = self._partitions[hidden.grid].layout
+        ops, _ = backend_for(self._config.backend, device)
+        found = ops.select(
+            hidden.tokens[None],
+            self._partitions[hidden.grid].order,
+            layout.select_regions,
+            layout.select_count,
+            selection=self._config.selection,
+            similarity=self._config.similarity,
+            shared=False,
+            generator=torch.Generator().manual_seed(self._config.seed),
+        )
+        chosen = torch.zeros(layout.tokens, dtype=torch.bool, device=device)
+        chosen[found.flatten()] = True
+        if begins:
+            self._first[hidden.block] = chosen
+        share = (chosen & self._first[hidden.block]).sum() / chosen.sum()
+        return share.item(), layout.select_count / layout.select_size
+
+
+def _draw(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig) -> Any:
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    drawn, axes = new_plot(8.6)
+    blocks = list(dict.fromkeys(record["block"] for record in records))
+    for place, block in enumerate(blocks):
+        shares = {record["step"]: record["overlap"] for record in records if record["block"] == block}
+        colour = colormaps["viridis"](place / max(1, len(blocks) - 1) * 0.9)
+        for begin in range(0, max(shares) + 1, interval):
+            steps = [step for step in shares if begin <= step < begin + interval]
+            heights = [shares[step] for step in steps]
+            label = block if begin == 0 else None
+            axes.plot(steps, heights, color=colour, linewidth=1.2, marker=".", label=label)
+    axes.axhline(records[0]["chance"], color="#777777", linestyle="--", linewidth=1, label="by chance")
+    axes.set_ylim(0, 1.02)
+    # There are no half steps.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
+    axes.set_ylabel("share of the same destinations")
+    title = f"Do destinations stay? {config.selection} in {config.regions}, ratio {config.ratio:g}"
+    axes.set_title(title, fontsize=10, loc="left")
+    columns = 1 + len(blocks) // 24
+    axes.legend(fontsize=6, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns)
+    return drawn

@@ -1,0 +1,152 @@
+"""`tokenmerge reproduce`: tables and figures of the paper (arXiv 2509.10918) as lists of configurations for `eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config import SELECTIONS, UNMERGES
+from ...errors import TokenMergeError
+
+# The paper's ablations renew everything at every step, but for the one about that.
+_EVERY_STEP = "destinations_every=1,weights_every=1"
+_SCHEDULES = ((1, 1), (5, 1), (5, 5), (10, 1), (10, 5), (10, 10), (50, 50))
+
+
+RATIOS = (0.25, 0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is made, where nothing else is asked for."""
+
+    prompts: int
+    seeds: tuple[int, ...]
+    repeats: int
+    steps: int | None = None
+    ratios: tuple[float, ...] = RATIOS
+
+
+# The paper's ablations; what shows a figure; and enough to see that everything runs.
+FULL = Scale(prompts=50, seeds=(0, 1, 2), repeats=20)
+FIGURE = Scale(prompts=8, seeds=(0,), repeats=100)
+QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4, ratios=(0.5,))
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Tables and figures that need no pictures to be compared: `inquiries.py` makes them.
+
+    lacks: what of `eval` it does not do, which makes some options useless.
+    """
+
+    names: tuple[str, ...]
+    about: str
+    lacks: tuple[str, ...]
+    model: str = "tiny-sdxl"
+
+    def useless(self) -> dict[str, str]:
+        """Options that would change nothing, each with the reason."""
+        return {option: reason for reason in self.lacks for option in _OPTIONS[reason]}
+
+    @property
+    def folder(self) -> str:
+        return "-".join(self.names)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Tables and figures that one evaluation serves: what it is about, and the configurations that are its rows."""
+
+    names: tuple[str, ...]
+    about: str
+    configurations: tuple[str, ...]
+    model: str = "tiny-sdxl"
+
+    @property
+    def folder(self) -> str:
+        return "-".join(self.names)
+
+
+def _regions(text: str) -> str:
+    """For people: `tile:64` is 64 tiles."""
+    kind, _, count = text.partition(":")
+    return f"{count} {kind}s" if count else kind
+
+
+# What the paper compares, and controls. The default of a model's family is not among them: it follows from measurements
+# and would make these tables stale. ToDo and pooling have the ratio of their cells.
+_METHODS = (
+    *(
+        f"{preset}:ratio={ratio:g}"
+        for preset in ("toma", "toma-once", "toma-stripe", "toma-tile", "tomesd", "tofu", "lower-bound")
+        for ratio in RATIOS
+    ),
+    "todo",
+    "pool",
+    "random:ratio=0.5",
+    "uniform:ratio=0.5",
+)
+
+STUDIES = (
+    Study(("table1", "table8", "table9", "fig5"), "time and quality of every method at every ratio", _METHODS),
+    Study(("table10",), "the same on a diffusion transformer", _METHODS, model="tiny-flux"),
+    Study(
+        ("table2",),
+        "methods of selection, in the whole image and in tiles",
+        tuple(
+            f"{selection} in {_regions(regions)}@toma:ratio=0.5,selection={selection},regions={regions},{_EVERY_STEP}"
+            for regions in ("whole", "tile:64")
+            for selection in SELECTIONS
+            # Half a minute for a picture even on an H200: 2048 turns a step, each with candidates drawn for it.
+            if (regions, selection) != ("whole", "stochastic")
+        ),
+    ),
+    Study(
+        ("table3",),
+        "kinds and sizes of the regions of selection",
+        tuple(
+            f"{_regions(regions)}@toma:ratio=0.5,regions={regions},{_EVERY_STEP}"
+            for regions in ("whole", *(f"{kind}:{count}" for kind in ("tile", "stripe") for count in (4, 16, 64, 256)))
+        ),
+    ),
+    Study(
+        ("table6",),
+        "unmerging by the transpose and by the pseudo-inverse, over the whole image and in tiles",
+        tuple(
+            f"{preset} {unmerge}@{preset}:ratio=0.5,unmerge={unmerge},{_EVERY_STEP}"
+            for preset in ("toma", "toma-tile")
+            for unmerge in UNMERGES
+        ),
+    ),
+    Study(
+        ("table7",),
+        "how often destinations and weights are renewed",
+        tuple(
+            f"destinations {destinations} weights {weights}"
+            f"@toma:ratio=0.5,destinations_every={destinations},weights_every={weights}"
+            for destinations, weights in _SCHEDULES
+        ),
+    ),
+)
+# What an inquiry may not do, and the options that are about it alone.
+_COMPARES_NOTHING, _DRAWS_NOTHING, _TIMES_NOTHING = "compares no pictures", "draws no pictures", "times nothing"
+_OPTIONS = {
+    _COMPARES_NOTHING: ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"),
+    _DRAWS_NOTHING: ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),
+    _TIMES_NOTHING: ("batch", "repeats"),
+}
+_OF_MAPS, _OF_MODELS = (_COMPARES_NOTHING, _DRAWS_NOTHING), (_COMPARES_NOTHING, _TIMES_NOTHING)
+INQUIRIES = (
+    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio", _OF_MAPS),
+    Inquiry(("table5",), "the same for 1024 tokens", _OF_MAPS),
+    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?", _OF_MODELS),
+    Inquiry(("fig4",), "destinations at every step against those of the first of their interval", _OF_MODELS),
+)
+NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIES) for name in item.names}
+
+
+def find_study(name: str) -> Study | Inquiry:
+    """What makes a table or figure."""
+    if name not in NAMES:
+        raise TokenMergeError(f"{name!r} is not to be had; choose from {', '.join(NAMES)}")
+    return NAMES[name]

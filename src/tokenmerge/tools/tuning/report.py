@@ -1,0 +1,215 @@
+"""What a search leaves: the front as a table, JSON and a plot, and the preset.
+
+rungs/N/, rungs/held-out-N/    the evaluations, with pictures and reports of their own
+front.md, front.json, front.png
+preset.yaml                    what was found; or nearest.yaml, where nothing meets the goal
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...config import MergeConfig
+from ..evaluation.folder import finite, to_json
+from ..evaluation.plots import new_plot, save_plot
+from ..evaluation.results import Results
+from ..evaluation.table import conditions, figure
+from ..files import write_text
+from ...planning.tables import markdown, table
+from .goal import Budget, Goal, Point
+from .halving import front
+from .samples import Share
+
+PRESET, NEAREST = "preset.yaml", "nearest.yaml"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Candidates measured on the same samples, and the unmerged model with them."""
+
+    share: Share
+    baseline: Point
+    points: tuple[Point, ...]
+    results: Results
+    refused: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompts": list(self.share.prompts),
+            "seeds": list(self.share.seeds),
+            "unmerged": {"seconds": self.baseline.seconds},
+            "points": [point.to_dict() for point in self.points],
+            "refused": self.refused,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rungs of a search, and one of a single candidate for each choice that was tried on held-out samples."""
+
+    goal: Goal
+    rungs: tuple[Rung, ...]
+    tried: tuple[Rung, ...]
+    command: str
+
+    @property
+    def final(self) -> Rung:
+        """The held-out measurement of what was chosen, or of what came nearest."""
+        points = [rung.points[0] for rung in self.tried]
+        return self.tried[points.index(self.goal.nearest(points))]
+
+    @property
+    def chosen(self) -> Point:
+        return self.final.points[0]
+
+    @property
+    def reached(self) -> bool:
+        return self.goal.met_by(self.chosen)
+
+    @property
+    def file(self) -> str:
+        return PRESET if self.reached else NEAREST
+
+    @property
+    def front(self) -> list[Point]:
+        """Of the last rung, all of whose candidates saw the same samples; the unmerged model is always on it."""
+        return front([self.rungs[-1].baseline, *self.rungs[-1].points])
+
+    def shortfall(self) -> str | None:
+        """If the goal was not reached: what came nearest, and the way out."""
+        if self.reached:
+            return None
+        return (
+            f"nothing that was tried has {self.goal.bound}; nearest, on held-out samples, comes "
+            f"{self.chosen.configuration.label} with {self.goal.told(self.chosen)}, kept in {NEAREST}; "
+            f"try {self.goal.easier}, more --candidates, or a larger --size or --batch, where merging saves more"
+        )
+
+    def to_dict(self) -> Any:
+        settings = {name: value for name, value in self.final.results.settings.items() if name in _SETTINGS}
+        return finite(
+            {
+                "goal": self.goal.to_dict(),
+                "settings": settings,
+                "reached": self.reached,
+                "chosen": self.chosen.to_dict(),
+                "held_out": [rung.to_dict() for rung in self.tried],
+                "front": [point.to_dict() for point in self.front],
+                "rungs": [rung.to_dict() for rung in self.rungs],
+                "command": self.command,
+            }
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), "", table(*self._cells()), "", *self._notes()])
+
+    def to_markdown(self) -> str:
+        lines = [self._heading(), "", markdown(*self._cells()), "", *(f"{note}  " for note in self._notes())]
+        return "\n".join(line.replace(" +- ", " ± ") for line in [*lines, "", "![The front](front.png)", ""])
+
+    def _heading(self) -> str:
+        last = self.rungs[-1]
+        return f"Front of the {len(last.points)} candidates of rung {len(self.rungs)}, on {last.share}:"
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        # The longest last: it may wrap without harm.
+        header = ["", "speed-up", "s / picture", self.goal.metric.title, "configuration"]
+        rows = []
+        for point in self.front:
+            mark = "*" if point.configuration == self.chosen.configuration else ""
+            drift = figure(self.goal.metric, point.drift)
+            speed = [f"{point.speed_up:.2f}x", f"{point.seconds:.4g}"]
+            rows.append([mark, *speed, drift, point.configuration.label])
+        return header, rows
+
+    def _notes(self) -> list[str]:
+        verdict = "* Chosen" if self.reached else "* Nearest; the goal was not reached"
+        lines = [f"{verdict}: {self.chosen.configuration.label}", *self.findings()]
+        missed = len(self.tried) - 1
+        if missed:
+            lines.append(f"{missed} that met the goal in the last rung missed it on held-out samples.")
+        refused = self.rungs[0].refused
+        if refused:
+            name, reason = next(iter(refused.items()))
+            lines.append(f"{len(refused)} candidates are refused, first {name}: {reason}.")
+        return lines
+
+    def findings(self) -> list[str]:
+        """What the chosen candidate was measured to do, and where."""
+        chosen, baseline, share = self.chosen, self.final.baseline, self.final.share
+        unseen = "that the search had not seen" if share.fresh else "with seeds that the search had not seen"
+        against = f"{chosen.seconds:.4g} s per picture against {baseline.seconds:.4g} s unmerged"
+        return [
+            f"Asked for: {self.goal}.",
+            f"On {share} {unseen}: {self.goal.told(chosen)}, {against}.",
+            f"{conditions(self.final.results)}; batches of {self.final.results.settings['batch']}.",
+        ]
+
+
+_SETTINGS = ("model", "size", "steps", "guidance", "dtype", "compile", "batch", "repeats", "networks", "environment")
+
+
+def write_outcome(outcome: Outcome, out: Path) -> None:
+    """Every file that is made from all rungs; each is written anew."""
+    write_text(out / "front.json", to_json(outcome.to_dict(), indent=2))
+    write_text(out / "front.md", outcome.to_markdown())
+    _write_plot(outcome, out / "front.png")
+    for name in {PRESET, NEAREST} - {outcome.file}:
+        (out / name).unlink(missing_ok=True)
+    write_text(out / outcome.file, preset_text(outcome))
+
+
+def preset_text(outcome: Outcome) -> str:
+    """YAML that `apply(pipe, preset=...)` takes, under how it was found."""
+    config: MergeConfig = outcome.chosen.configuration.config
+    notes = [*outcome.findings(), *([outcome.command] if outcome.command else [])]
+    if not outcome.reached:
+        notes.insert(1, "Not reached; this came nearest.")
+    # What was typed may hold line breaks, which would end the comment.
+    return "".join(f"# {' '.join(note.split())}\n" for note in notes) + config.to_yaml()
+
+
+def _write_plot(outcome: Outcome, path: Path) -> None:
+    """Drift over speed-up: all candidates where they were last seen, the front, the goal and the choice."""
+    goal, last, chosen = outcome.goal, outcome.rungs[-1], outcome.chosen
+    drawn, axes = new_plot()
+    seen = {point.configuration: point for rung in outcome.rungs for point in rung.points}
+    dropped = [point for point in seen.values() if point not in last.points]
+    axes.plot(*_places(dropped), "o", color="#BBBBBB", markersize=4, label="dropped in earlier rungs")
+    axes.errorbar(
+        *_places(last.points),
+        yerr=[point.drift.interval or 0.0 for point in last.points],
+        fmt="o",
+        color="#0072B2",
+        capsize=3,
+        elinewidth=0.8,
+        label=f"last rung, {last.share}",
+    )
+    axes.plot(*_places(outcome.front), "-", color="#0072B2", linewidth=1.2, label="front")
+    axes.plot(1.0, 0.0, "x", color="#777777", label="unmerged")
+    axes.errorbar(
+        *_places([chosen]),
+        yerr=[chosen.drift.interval or 0.0],
+        fmt="*",
+        color="#D55E00",
+        markersize=13,
+        capsize=3,
+        label=f"{'chosen' if outcome.reached else 'nearest'}, held out",
+    )
+    line = {"color": "#009E73", "linestyle": "--", "linewidth": 1}
+    draw_line = axes.axhline if isinstance(goal, Budget) else axes.axvline
+    draw_line(goal.value, label="asked for", **line)
+    # Intervals of few prompts would press all points together, and may leave the plot.
+    axes.set_ylim(0.0, 1.15 * max(point.drift.mean for point in (*seen.values(), chosen)) or 1.0)
+    axes.set_xlabel("speed-up over the unmerged model")
+    axes.set_ylabel(f"{goal.metric.title}, lower is better")
+    drawn.suptitle(f"{goal.metric.title}: {goal.metric.meaning}", fontsize=10, x=0.01, ha="left")
+    axes.set_title(conditions(last.results), fontsize=8, color="#555555", loc="left")
+    axes.legend(fontsize=8, frameon=False)
+    save_plot(drawn, path)
+
+
+def _places(points: list[Point] | tuple[Point, ...]) -> tuple[list[float], list[float]]:
+    return [point.speed_up for point in points], [point.drift.mean for point in points]
