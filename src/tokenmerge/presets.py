@@ -1,32 +1,34 @@
-"""The catalog of presets: configs by name, and which of them is meant where none is named."""
+"""Presets: techniques by name, or from a file.
+
+A file holds one technique or a list of them, as `to_dict` gives them: JSON, or with PyYAML YAML.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .config import MergeConfig, Schedule, one_by_one
+from .config import TECHNIQUES, Hold, Merge, Techniques
 from .errors import TokenMergeError, did_you_mean
 
-# Among names of presets: what is taken where none is named.
-DEFAULT = "default"
-# Methods that by themselves mean the preset of their name: what the family's own would make of them is not theirs.
-_NAMESAKES = ("hold", "tomesd", "tofu", "todo")
+# What `apply` takes of its own accord: it changes pictures least at any speed it reaches (docs/fidelity.md).
+RECOMMENDED = "hold"
 
 # The paper's variants. Its text gives ToMA's selection stripes as 256 regions, merged over the whole image.
-_PAPER = MergeConfig(regions="stripe:256", merge_regions="whole", sites="component")
-# In its package's form: matched on self-attention's tokens at every call. There only level 1 is merged by default, and
-# SDXL has no attention on that; here all levels are.
-_TOMESD = MergeConfig(
-    method="tomesd", regions="whole", selection="random", sites="component", components=("self_attention",)
-)
+_PAPER = Merge(regions="stripe:256", merge_regions="whole", sites="component")
+# In its package's form: matched on self-attention's tokens at every call. The package merges level 1 only by default,
+# where SDXL has no attention; here all levels merge.
+_TOMESD = Merge(method="tomesd", regions="whole", selection="random", sites="component", components=("self_attention",))
 # Cells of 2x2, as ToDo has them. Other ratios make other cells.
-_CELLS = MergeConfig(ratio=0.75, regions="tile:2x2")
-_UNET, _DIT = MergeConfig(), MergeConfig(skip_first=0.25)
-_HOLD = MergeConfig(method="hold", ratio=1.0, gap="linear", schedule=Schedule(start=0.2, anchor_every=3))
-_ANCHORED: dict[str, Any] = {"merge": "pick", "start": 0.2, "anchor_every": 5}
-_PRESETS: dict[str, MergeConfig] = {
+_CELLS = Merge(ratio=0.75, regions="tile:2x2")
+_PRESETS: dict[str, Merge | Hold] = {
+    "hold": Hold(),
+    # Small tiles, which keep pictures better than large ones, and one merge per block; in joint-attention models the
+    # first blocks, where text and image blend, stay whole.
+    "unet": Merge(),
+    "dit": Merge(skip_first=0.25),
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),
     "toma-stripe": _PAPER.replace(regions="stripe:64", merge_regions=None),
@@ -36,75 +38,159 @@ _PRESETS: dict[str, MergeConfig] = {
     "tofu": _TOMESD.replace(method="tofu"),
     "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
     "pool": _CELLS.replace(method="pool"),
-    # What `apply(pipe)` uses. Nothing is merged: between anchors blocks do not run, or a UNet's stages.
-    "hold": _HOLD,
-    "unet-hold": _HOLD.replace(sites="stage"),
-    "random": MergeConfig(method="random"),
-    "uniform": MergeConfig(method="uniform"),
-    "none": MergeConfig(method="none", ratio=0.0),
-    # Small tiles, which keep pictures better than large ones, and one merge per block; in joint-attention models the
-    # first blocks, where text and image blend, stay whole.
-    "unet": _UNET,
-    "dit": _DIT,
-    # What `apply(pipe, ratio=...)` uses. The first steps decide what the picture is, and gaps change fast there. Merged
-    # joint-attention blocks say little of what has changed since the last anchor.
-    "unet-anchored": _UNET.replace(**_ANCHORED),
-    "dit-anchored": _DIT.replace(**_ANCHORED, gap="linear", trust=0.25),
+    "random": Merge(method="random"),
+    "uniform": Merge(method="uniform"),
+    "none": Merge(ratio=0.0),
 }
-# Options that holding has too, and those that only held blocks have. Any other asks for tokens to be merged.
-_OF_HOLDING = frozenset(("gap", "gap_dtype", "start", "stop", "anchor_every"))
-_OF_HELD_BLOCKS = frozenset(("levels", "skip_first", "skip_last", "span"))
+_FILES = (".json", ".yaml", ".yml")
+# Fields of version 0.1 that are gone, by which its files are known.
+_GONE = ("schedule", "gap", "gap_dtype", "trust", "span", "coverage", "step_ratios", "block_ratios", "anchor_every")
 
 
-class Defaults(NamedTuple):
-    """The presets of a model family, where none is named."""
-
-    merging: str
-    holding: str = "hold"
-
-
-def presets() -> dict[str, MergeConfig]:
-    """Every named preset, by name."""
+def presets() -> dict[str, Merge | Hold]:
+    """Every preset, by name."""
     return dict(_PRESETS)
 
 
-def default_preset(options: Mapping[str, Any], defaults: Defaults) -> str:
-    """Where none is named: a method's own, or else what the family holds by, which changes pictures least
-    (docs/fidelity.md), and what it merges by where an option asks for that."""
-    options = one_by_one(options)
-    method = options.get("method")
-    if method in _NAMESAKES:
-        return str(method)
-    asked = options.keys() - ({"sites"} if options.get("sites") == "stage" else ())
-    if options.get("anchor_every") == 0 or not asked <= _OF_HOLDING | _OF_HELD_BLOCKS:
-        return defaults.merging
-    return "hold" if asked & _OF_HELD_BLOCKS else defaults.holding
+def resolve(technique: Any, fields: Mapping[str, Any]) -> Techniques:
+    """What `apply` was asked for, as techniques. Fields go with the name of a preset only."""
+    if isinstance(technique, str | Path) and not _is_file(technique):
+        return Techniques.of(preset(str(technique)).replace(**fields))
+    if fields:
+        raise _misplaced(technique, fields)
+    if technique is None:
+        return Techniques.of(_PRESETS[RECOMMENDED])
+    if isinstance(technique, str | Path):
+        return read_file(Path(technique))
+    listed = technique if isinstance(technique, Sequence) else [technique]
+    for each in listed:
+        if not isinstance(each, Merge | Hold):
+            kind = each.__name__ if isinstance(each, type) else f"a {type(each).__name__}"
+            raise TypeError(
+                f"a technique is {kind}; give a Merge, a Hold, a list of one of each, the name of a preset "
+                f"({', '.join(_PRESETS)}), or the path of a .json or .yaml file"
+            )
+    if not listed:
+        raise TokenMergeError("the list of techniques is empty; give a Merge, a Hold or one of each, or call remove")
+    return Techniques.of(*listed)
 
 
-def load_preset(name: str | Path) -> MergeConfig:
-    """A preset by name, or a config from a YAML or JSON file. What the default is, only `default_preset` knows."""
-    names = (*_PRESETS, DEFAULT)
-    if not isinstance(name, str | Path):
-        raise TypeError(
-            f"preset is a {type(name).__name__}; it is one of {', '.join(names)}, or the path of a .yaml or .json "
-            "file. Fields are given by name, as in ratio=0.5, and a MergeConfig as config"
+def preset(name: str) -> Merge | Hold:
+    """A preset by its name."""
+    if name not in _PRESETS:
+        raise TokenMergeError(
+            f"preset {name!r} is unknown{did_you_mean(name, _PRESETS)}; use one of {', '.join(_PRESETS)}, or the path "
+            "of a .json or .yaml file"
         )
-    if name in _PRESETS:
-        return _PRESETS[name]
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        if not path.is_file():
-            raise TokenMergeError(f"preset file {name!r} is not there; give an existing .yaml or .json file")
-        try:
-            text = path.read_text(encoding="utf-8")
-            return MergeConfig.from_json(text) if path.suffix == ".json" else MergeConfig.from_yaml(text)
-        except UnicodeDecodeError as error:
-            raise TokenMergeError(f"preset file {name!r} is no text in UTF-8 ({error}); write it as such") from error
-        except OSError as error:
-            raise TokenMergeError(f"preset file {name!r} cannot be read ({error.strerror}); give another") from error
-        except TokenMergeError as error:
-            raise TokenMergeError(f"preset file {name!r}: {error}") from error
-    raise TokenMergeError(
-        f"preset {name!r} is unknown{did_you_mean(name, names)}; use one of {', '.join(names)}, or the path of a .yaml "
-        "or .json file"
-    )
+    return _PRESETS[name]
+
+
+def read_file(path: Path) -> Techniques:
+    """The techniques that a JSON or YAML file holds."""
+    if not path.is_file():
+        raise TokenMergeError(f"technique file {str(path)!r} is not there; give an existing .json or .yaml file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return from_data(_parse_json(text) if path.suffix == ".json" else _parse_yaml(text))
+    except UnicodeDecodeError as error:
+        raise TokenMergeError(f"technique file {str(path)!r} is not UTF-8 text ({error}); save it as such") from error
+    except OSError as error:
+        raise TokenMergeError(f"technique file {str(path)!r} cannot be read ({error.strerror})") from error
+    except TokenMergeError as error:
+        raise TokenMergeError(f"technique file {str(path)!r}: {error}") from error
+
+
+def from_data(data: Any) -> Techniques:
+    """Techniques from plain data: a mapping of fields that says which technique it is, or a list of such."""
+    listed = data if isinstance(data, list) else [data]
+    if not listed:
+        raise TokenMergeError(f"it holds no technique; {_EXAMPLE}")
+    return Techniques.of(*map(_one, listed))
+
+
+_EXAMPLE = 'a technique is a mapping, as in {"technique": "merge", "ratio": 0.5} or {"technique": "hold", "every": 3}'
+
+
+def _one(data: Any) -> Merge | Hold:
+    if not isinstance(data, Mapping):
+        held = "nothing" if data is None else f"a {type(data).__name__}"
+        raise TokenMergeError(f"it holds {held}; {_EXAMPLE}")
+    # Names need not be texts in YAML.
+    values = {str(name): value for name, value in data.items()}
+    kind = values.pop("technique", None)
+    if kind is None and (values.get("method") == "hold" or not values.keys().isdisjoint(_GONE)):
+        raise TokenMergeError(
+            "it is a config of tokenmerge 0.1; its new form is " + json.dumps(new_form(values)) + " (docs/upgrading.md)"
+        )
+    if kind not in TECHNIQUES:
+        raise TokenMergeError(f"technique is {kind!r}; it must be one of {', '.join(TECHNIQUES)}. {_EXAMPLE}")
+    try:
+        TECHNIQUES[kind].check_names(values)
+    except TypeError as error:
+        raise TokenMergeError(str(error)) from error
+    return TECHNIQUES[kind](**values)
+
+
+def new_form(old: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
+    """What a config of version 0.1 would be written as now. What is gone is left out; anchors become `Hold`."""
+    values = {**{name: value for name, value in old.items() if name != "schedule"}, **(old.get("schedule") or {})}
+    every = values.pop("anchor_every", 0)
+    window = {name: values[name] for name in ("start", "stop") if name in values}
+    hold: dict[str, Any] = {"technique": "hold", **({"every": every} if every else {}), **window}
+    if values.get("gap") == "sigma":
+        hold["extrapolate"] = "sigma"
+    if values.get("method") == "hold":
+        return {**hold, "what": "stages" if values.get("sites") == "stage" else "blocks"}
+    known = Merge.field_docs()
+    default = Merge()
+    merge = {name: value for name, value in values.items() if name in known and value != getattr(default, name)}
+    if merge.get("sites") == "span":
+        del merge["sites"]
+    if isinstance(merge.get("components"), list) and tuple(merge["components"]) == default.components:
+        del merge["components"]
+    merge = {"technique": "merge", **merge}
+    return [merge, hold] if every else merge
+
+
+def _is_file(technique: str | Path) -> bool:
+    return isinstance(technique, Path) or technique.endswith(_FILES)
+
+
+def _misplaced(technique: Any, fields: Mapping[str, Any]) -> TypeError:
+    """Fields without the name of a preset, with what to write instead."""
+    told = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    holds = fields.keys() <= Hold.field_docs().keys() and not fields.keys() <= {"start", "stop"}
+    cls, name = (Hold, "hold") if holds else (Merge, "toma")
+    unknown = sorted(fields.keys() - cls.field_docs().keys())
+    if unknown:
+        near = did_you_mean(unknown[0], [*Merge.field_docs(), *Hold.field_docs()])
+        return TypeError(f"no technique has a field {unknown[0]!r}{near}; see help(tokenmerge.Merge) and Hold")
+    if technique is None:
+        fact = "fields need a technique"
+    elif isinstance(technique, str | Path):
+        fact = "fields do not go with a file: write them into it"
+    else:
+        fact = "fields do not go with a technique that is made already: give them to its class"
+    return TypeError(f"{fact}; write apply(pipe, {cls.__name__}({told})) or apply(pipe, {name!r}, {told})")
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise TokenMergeError(f"no JSON at line {error.lineno}, column {error.colno} ({error.msg})") from error
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise TokenMergeError("YAML needs PyYAML: pip install tokenmerge[yaml], or use JSON") from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        # A value that is not what it looks like, such as a thirteenth month, comes without a place.
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise TokenMergeError(f"no YAML{where} ({reason})") from error
