@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/tokenmerge generate --out demo.png
@@ -21,12 +21,17 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/installed: pyproject.toml constraints.txt
+docs: $(VENV)/installed
+	$(BIN)/python scripts/pages.py
+	$(BIN)/zensical build --clean --strict
+	@echo site/index.html
+
+$(VENV)/installed: pyproject.toml models/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e .[dev]
+	$(BIN)/pip install --quiet -c constraints.txt -e .[dev] -e ./models
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps triton
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
