@@ -1,22 +1,22 @@
-"""Training-free token merging for diffusers pipelines: ToMA and beyond."""
+"""Faster diffusers pipelines without training: Merge runs steps on fewer tokens, Hold runs fewer steps."""
 
 from typing import TYPE_CHECKING, Any
 
-from .presets import presets
-from .config import MergeConfig, Schedule
+from .config import Hold, Merge
 from .errors import TokenMergeError
+from .presets import presets
 
 if TYPE_CHECKING:
-    from .api import Summary, applied, apply, plan, remove, summary, supported_models
-    from .compiling.blocks import compile, uncompile
-    from .planning.plan import Plan
+    from .api import applied, apply, plan, remove, summary, supported_models
+    from .compiling import compile, uncompile
+    from .planning import Plan, Summary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
-    "MergeConfig",
+    "Hold",
+    "Merge",
     "Plan",
-    "Schedule",
     "Summary",
     "TokenMergeError",
     "applied",
@@ -30,9 +30,12 @@ __all__ = [
     "uncompile",
 ]
 
-_LAZY = {"Plan": "planning", "Summary": "api", **dict.fromkeys(("applied", "apply", "plan"), "api")}
-_LAZY |= dict.fromkeys(("compile", "uncompile"), "compiling")
-_LAZY |= dict.fromkeys(("remove", "summary", "supported_models"), "api")
+_LAZY = {
+    "Plan": "planning",
+    "Summary": "planning",
+    **dict.fromkeys(("applied", "apply", "plan", "remove", "summary", "supported_models"), "api"),
+    **dict.fromkeys(("compile", "uncompile"), "compiling"),
+}
 
 
 def __dir__() -> list[str]:

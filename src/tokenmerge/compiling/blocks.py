@@ -1,17 +1,16 @@
-"""compile and uncompile: one line that gives a merged or unmerged pipeline its best speed."""
+"""compile and uncompile: one line that gives a pipeline its best speed, with techniques or without."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from ..families import denoiser_of, family_of
 from ..errors import TokenMergeError
-from .graphs import GraphedForward, Phases
+from ..families import denoiser_of, family_of
 from ..runtime.state import RECORD
+from .graphs import GraphedForward, Recordable
 
 Model = TypeVar("Model")
 
@@ -32,10 +31,10 @@ class _Compiled:
 
 
 def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) -> Model:
-    """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, merged or not.
+    """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, or without it.
 
     blocks: compile each transformer block by itself, in the first call of every size; that takes a fraction of the time
-    that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each phase
+    that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each kind of call
     (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
     """
     denoiser = denoiser_of(model)
@@ -51,38 +50,9 @@ def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) ->
         if block.module._compiled_call_impl is None:
             block.module.compile(fullgraph=True)
             chosen.append(block.module)
-    graphed = GraphedForward(denoiser, lambda: _phases(denoiser)) if graphs else None
+    graphed = GraphedForward(denoiser, _applied_state) if graphs else None
     setattr(denoiser, _COMPILED, _Compiled(tuple(chosen), graphed))
     return model
-
-
-def way_on(device: torch.device, way: str | None) -> str | None:
-    """What --compile comes to on a device: blocks, graphs, both or nothing."""
-    if device.type == "cuda" or way is None:
-        return way
-    if way == "graphs":
-        raise TokenMergeError(f"--compile graphs needs a CUDA device, and this is {device}; use --compile blocks")
-    return "blocks"
-
-
-def warm_ups(way: str | None) -> int:
-    """Pictures to draw before one is timed. A graph is recorded in the second call of its kind, and some kinds come
-    once in a picture."""
-    return 2 if way in ("graphs", "both") else 1
-
-
-def check_cacheable(way: str | None) -> None:
-    """Refuse a step cache on blocks that --compile compiles."""
-    if way not in (None, "graphs"):
-        raise TokenMergeError(
-            "a cache decides between blocks, outside of compiled code, what runs, and blocks are compiled whole; leave "
-            "out --compile, or use --compile graphs, where calls with a cache run as they are"
-        )
-
-
-def compile_as(model: Model, way: str) -> Model:
-    """`compile`, by one of the ways that `way_on` gives."""
-    return compile(model, blocks=way != "graphs", graphs=way != "blocks")
 
 
 def uncompile(model: Model) -> Model:
@@ -118,9 +88,9 @@ def compiled_state(denoiser: nn.Module) -> str:
     return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))
 
 
-def _phases(denoiser: nn.Module) -> Phases | None:
+def _applied_state(denoiser: nn.Module) -> Recordable | None:
     record = vars(denoiser).get(RECORD)
-    return record.state if record is not None and record.plan.merged_sites else None
+    return record.state if record is not None and (record.merging or record.holding) else None
 
 
 def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:

@@ -1,8 +1,8 @@
-"""CUDA graphs of whole denoiser calls: one for each phase, replayed without the host launching anything.
+"""CUDA graphs of whole denoiser calls: one for each kind, replayed without the host launching anything.
 
 On a fast GPU a denoiser at a small batch waits for the host to launch its kernels. A graph is a recording of those
 launches; it fixes what they do and where their tensors lie. So calls that do different work have graphs of their own:
-steps that select, that only weigh, that reuse maps, that hold blocks, anchors, and steps that do not merge at all.
+full steps, those whose residuals are kept, held ones, and merged ones that select, that only weigh or that reuse maps.
 
 The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
 are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
@@ -13,6 +13,7 @@ with forward hooks inside (which a replay would not run), and where maps need th
 from __future__ import annotations
 
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TokenMergeError, first_line
-from ..runtime.installing import cache_hooks
+from ..runtime.foreign import cache_hooks
 
-# Recordings kept for each denoiser: sizes of image times phases. All share one pool of memory.
+# Recordings kept for each denoiser: sizes of image times kinds of call. All share one pool of memory.
 _MAX_GRAPHS = 32
 # Recordings pushed out by others before no more are made: some argument may have another value at every call.
 _MAX_LOSSES = 64
@@ -41,8 +42,8 @@ _CONTENTS = ("scale", "scaling", "merged_adapters")
 _WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
 
 
-class Phases(Protocol):
-    """What a model's merging tells about a call before it runs."""
+class Recordable(Protocol):
+    """What is applied to a model tells this about a call before it runs."""
 
     def kind(self) -> Hashable | None:
         """Equal for calls that launch the same work on the same tensors; None if a call must not be recorded."""
@@ -66,13 +67,13 @@ class _Recording:
     inputs: list[Tensor]
     outputs: list[Tensor]
     structure: pytree.TreeSpec  # of the outputs
-    phases: Phases | None
+    state: Recordable | None
     done: Any
     owners: Any
 
     @property
     def is_in_use(self) -> bool:
-        return self.phases is None or self.phases.still_owns(self.owners)
+        return self.state is None or self.state.still_owns(self.owners)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         for held, given in zip(self.inputs, tensors, strict=True):
@@ -85,11 +86,11 @@ class _Recording:
 class GraphedForward:
     """Stands in for the forward of a denoiser, until `undo`."""
 
-    def __init__(self, denoiser: nn.Module, phases: Callable[[], Phases | None]) -> None:
-        self._denoiser = denoiser
-        self._phases = phases
+    def __init__(self, denoiser: nn.Module, state: Callable[[nn.Module], Recordable | None]) -> None:
+        # A strong reference would keep a deleted model's weights until the garbage collector comes.
+        self._model = weakref.ref(denoiser)
+        self._applied = state
         self._before = vars(denoiser).get("forward")
-        self._original = denoiser.forward
         self._pool: Any = None
         self._state: tuple[Any, ...] = ()
         self._obstacle = ""  # why nothing can be recorded as the model is now
@@ -106,6 +107,17 @@ class GraphedForward:
 
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be pickled while it replays CUDA graphs; call uncompile first")
+
+    @property
+    def _denoiser(self) -> nn.Module:
+        denoiser = self._model()
+        assert denoiser is not None
+        return denoiser
+
+    def _original(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
 
     @property
     def recordings(self) -> int:
@@ -130,8 +142,8 @@ class GraphedForward:
         if torch.is_grad_enabled() or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
             return self._original(*args, **kwargs)
         self._see_changes()
-        phases = self._phases()
-        kind = phases.kind() if phases is not None else ()
+        state = self._applied(self._denoiser)
+        kind = state.kind() if state is not None else ()
         leaves, structure = pytree.tree_flatten((args, kwargs))
         others = tuple("tensor" if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         plain = all(isinstance(leaf, bool | int | float | str | None) for leaf in others)
@@ -145,12 +157,12 @@ class GraphedForward:
             if key in self._recordings:
                 self._recordings.move_to_end(key)
                 recording = self._recordings[key]
-                if phases is not None:
-                    phases.set_done(recording.done)
+                if state is not None:
+                    state.set_done(recording.done)
                 return recording.replay(tensors)
             if key in self._refused or not self._is_known(key):
                 return self._original(*args, **kwargs)
-            return self._record(key, phases, leaves, structure, (args, kwargs), device)
+            return self._record(key, state, leaves, structure, (args, kwargs), device)
 
     def _is_known(self, key: Hashable) -> bool:
         """Whether a call of this kind has run; if not, it is known from now on."""
@@ -163,7 +175,7 @@ class GraphedForward:
     def _record(
         self,
         key: Hashable,
-        phases: Phases | None,
+        state: Recordable | None,
         leaves: list[Any],
         structure: pytree.TreeSpec,
         call: tuple[tuple[Any, ...], dict[str, Any]],
@@ -175,7 +187,7 @@ class GraphedForward:
         held = iter(inputs)
         held_leaves = [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(held_leaves, structure)
-        before = phases.done() if phases is not None else None
+        before = state.done() if state is not None else None
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -188,8 +200,8 @@ class GraphedForward:
             # Nothing has run. A capture that fails at its end leaves its stream current and its pool unusable.
             torch.cuda.set_stream(stream)
             self._pool = None
-            if phases is not None:
-                phases.set_done(before)
+            if state is not None:
+                state.set_done(before)
             if key in self._failed:
                 self._refused[key] = first_line(_cause(error))
                 return self._original(*call[0], **call[1])
@@ -200,8 +212,8 @@ class GraphedForward:
             args, kwargs = pytree.tree_unflatten(held_leaves, structure)
             return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
-        done, owners = (phases.done(), phases.owners()) if phases is not None else (None, None)
-        recording = _Recording(graph, inputs, outputs, output_structure, phases, done, owners)
+        done, owners = (state.done(), state.owners()) if state is not None else (None, None)
+        recording = _Recording(graph, inputs, outputs, output_structure, state, done, owners)
         self._recordings[key] = recording
         return recording.replay(tensors)
 

@@ -1,7 +1,8 @@
-"""Adapters: for each model family, tables that say where its image tokens pass. A new model is a table and its test."""
+"""Model families, one short table each, and how the denoiser of a model is found."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,15 @@ from .base import Block, BlockKind, Component, Family
 
 __all__ = ["Block", "BlockKind", "Component", "Family", "denoiser_of", "families", "family_of"]
 
+_PARTS = ("unet", "transformer")
 
+
+@cache
 def families() -> tuple[Family, ...]:
+    try:
+        import diffusers  # noqa: F401
+    except ImportError as error:
+        raise TokenMergeError("models need diffusers: pip install tokenmerge[diffusers]") from error
     from . import flux, sd3, unet
 
     return (unet.FAMILY, sd3.FAMILY, flux.FAMILY)
@@ -23,9 +31,8 @@ def family_of(denoiser: nn.Module) -> Family:
     for family in families():
         if isinstance(denoiser, family.denoiser):
             return family
-    supported = ", ".join(family.denoiser.__name__ for family in families())
     raise TokenMergeError(
-        f"{type(denoiser).__name__} is not supported; supported denoisers are {supported} (give one, or a pipeline)"
+        f"{type(denoiser).__name__} is not supported; supported denoisers are {_supported()} (give one, or a pipeline)"
     )
 
 
@@ -33,12 +40,16 @@ def denoiser_of(model: Any) -> nn.Module:
     """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
     module = model
     if not isinstance(model, nn.Module):
-        found = [getattr(model, name, None) for name in ("unet", "transformer")]
+        found = [getattr(model, name, None) for name in _PARTS]
         module = next((part for part in found if isinstance(part, nn.Module)), None)
         if module is None:
             raise TokenMergeError(
                 f"{type(model).__name__} is neither a module nor a pipeline with a unet or transformer; "
-                f"supported denoisers are {', '.join(family.denoiser.__name__ for family in families())}"
+                f"supported denoisers are {_supported()}"
             )
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def _supported() -> str:
+    return ", ".join(family.denoiser.__name__ for family in families())

@@ -1,20 +1,90 @@
-"""The shape of an adapter's tables."""
+"""What a family's table can say: where image tokens enter and leave, which blocks there are, what a call holds."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .calls import DenoiserCall
-from ..presets import Defaults
-from ..config import MergeConfig
-from ..errors import TokenMergeError
-from ..runtime.noise import adds_noise
-from .base import Argument, Ports
+
+# The arguments of a call.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a forward. `arguments` makes them, with positions from the forward's signature."""
+
+    name: str
+    position: int
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.name in kwargs:
+            return kwargs[self.name]
+        return args[self.position] if len(args) > self.position else None
+
+    def write(self, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Call:
+        if self.name in kwargs:
+            return args, {**kwargs, self.name: value}
+        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+
+
+def arguments(module: type[nn.Module]) -> Callable[[str], Argument]:
+    """The arguments of a module's forward, by name."""
+    positions = _positions(module)
+
+    def argument(name: str) -> Argument:
+        return Argument(name, positions[name])
+
+    return argument
+
+
+@cache
+def _positions(module: type[nn.Module]) -> dict[str, int]:
+    _, *names = inspect.signature(module.forward).parameters
+    return {name: place for place, name in enumerate(names)}
+
+
+_LINEAR = arguments(nn.Linear)("input")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a module takes image tokens in and gives them out."""
+
+    tokens: Argument = Argument("hidden_states", 0)
+    outputs: tuple[int, ...] | None = None  # places in the returned tuple; None if the output is the tokens
+    text_first: bool = False  # whether text tokens precede the image tokens in the same sequence
+    text_tokens: Argument | None = None  # text that enters beside the image tokens, where as much is given out
+    rotary: Argument | None = None
+
+    def outgoing(self, output: Any) -> list[Tensor]:
+        return [output] if self.outputs is None else [output[place] for place in self.outputs if place < len(output)]
+
+    def text(self, output: Any) -> Tensor | None:
+        """What a block gives out beside its image tokens."""
+        if self.outputs is None:
+            return None
+        others = [value for place, value in enumerate(output) if place not in self.outputs]
+        return others[0] if others else None
+
+    def output(self, tokens: Tensor, text: Tensor | None) -> Any:
+        """What a block that gave out these tokens and text would return."""
+        if self.outputs is None:
+            return tokens
+        return tuple(tokens if place in self.outputs else text for place in range(1 + len(self.outputs)))
+
+    def replaced(self, output: Any, tokens: list[Tensor]) -> Any:
+        if self.outputs is None:
+            return tokens[0]
+        pairs = dict(zip(self.outputs, tokens, strict=False))
+        return tuple(pairs.get(place, value) for place, value in enumerate(output))
 
 
 @dataclass(frozen=True)
@@ -48,74 +118,34 @@ class Block:
     kind: BlockKind
     group: str
     level: int = 0  # UNet: how often the latent was halved
-    line: str = ""  # blocks of one line follow each other with nothing between: a span stays in one
+    line: str = ""  # blocks of one line follow each other with nothing between: they can be held as one run
     width: int = 0
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how to list its blocks, read its calls, and what it must refuse."""
+    """A model family: how to list its blocks and read its calls."""
 
     name: str
     denoiser: type[nn.Module]
-    defaults: Defaults  # where no preset is named
+    merging: str  # the preset that merges best here
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
     plan_call: Callable[[Any, int, int], DenoiserCall]  # the call a height x width latent leads to, without tensors
     unit: Callable[[Any, int], int]  # pixels that its pipelines want sides in multiples of, from pixels per latent
     example: Callable[[Any, int, int, int], dict[str, Any]]  # random arguments for a batch of height x width latents
-    shared: bool = False  # whether a batch shares destinations, as it must where it shares rotary tables
-    span_breakers: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
+    attention_kwargs: Argument
+    shares_positions: bool = False  # whether a batch shares rotary tables, and so destinations
+    between_blocks: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
     stages: Callable[[Any], list[Block]] | None = None  # all between its first and last layer, in the order they run
     # From the arguments of a call: what is added between stages, in a list that the denoiser empties.
     between_stages: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]] = lambda args, kwargs: []
     masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
-    attention_kwargs: Argument = Argument("joint_attention_kwargs", 7)
-
-    def defaults_under(self, scheduler: Any) -> Defaults:
-        """The same, but under a scheduler that adds noise UNets hold blocks: the convolutions around those see it."""
-        noisy = self.stages is not None and adds_noise(scheduler)
-        return self.defaults._replace(holding="hold") if noisy else self.defaults
-
-    def way_out_of_noise(self, config: MergeConfig) -> str:
-        """What to do under a scheduler that adds noise, where gaps stand in for all that would see it; else nothing."""
-        if config.schedule.anchor_every and self.stages is None:
-            return "use another scheduler, or start=0 and anchor_every=0, which merges at every step"
-        return "use preset='hold', which holds blocks, or another scheduler" if config.sites == "stage" else ""
-
-    def refuse(self, config: MergeConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise for arguments of a denoiser call that merging cannot serve."""
-        for argument in self.masks:
-            if argument.read(args, kwargs) is not None:
-                raise TokenMergeError(
-                    f"{argument.name} masks image tokens in self-attention, which merged tokens cannot follow; "
-                    "leave it out, or remove first"
-                )
-        extra = self.attention_kwargs.read(args, kwargs) or {}
-        for name in ("attention_mask", "gligen"):
-            if extra.get(name) is not None:
-                raise TokenMergeError(
-                    f"{self.attention_kwargs.name} has {name!r}, which needs every image token in its place; "
-                    "leave it out, or remove first"
-                )
-        if extra.get("ip_adapter_masks") is not None and config.sites != "component":
-            raise TokenMergeError(
-                "IP-Adapter masks need cross-attention over all image tokens; use sites='component', "
-                "which leaves masked cross-attention whole, or leave the masks out"
-            )
-        between = self.between_blocks(args, kwargs)
-        if between and config.sites == "span":
-            raise TokenMergeError(f"{between} acts between blocks, where a span has merged tokens; use sites='block'")
-
-    def between_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """An argument of a denoiser call that acts between blocks, if there is one."""
-        given = (item.name for item in self.span_breakers if item.read(args, kwargs) is not None)
-        return next(given, "")
 
 
 def keys_values(*attentions: str) -> tuple[Component, ...]:
     """The projections to keys and values of diffusers' attention modules of these names."""
-    ports = Ports(Argument("input", 0))
+    ports = Ports(_LINEAR)
     return tuple(Component(f"{name}.{part}", ports) for name in attentions for part in ("to_k", "to_v"))
 
 
@@ -123,7 +153,7 @@ def as_tensor(timestep: Any) -> Tensor:
     return timestep if isinstance(timestep, Tensor) else torch.tensor(timestep, dtype=torch.float64)
 
 
-def noise(denoiser: nn.Module, *shape: int) -> Tensor:
+def random_input(denoiser: nn.Module, *shape: int) -> Tensor:
     """Random input for a denoiser, in its dtype and on its device."""
     parameter = next(denoiser.parameters())
     generator = torch.Generator().manual_seed(0)

@@ -1,18 +1,33 @@
-"""DenoiserCall: what merging must know of one call of a denoiser, and how its image tokens lie."""
+"""DenoiserCall: what a technique must know of one call of a denoiser, and how its image tokens lie."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TokenMergeError
-from ..merging.grid import TokenGrid
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Tokens of one image, row-major."""
+
+    height: int
+    width: int
+
+    @property
+    def count(self) -> int:
+        return self.height * self.width
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
 
 
 class DenoiserCall(NamedTuple):
-    """What an adapter reads off the arguments of one denoiser call."""
+    """What a family reads off the arguments of one denoiser call."""
 
     batch: int
     dtype: torch.dtype
@@ -31,6 +46,12 @@ class DenoiserCall(NamedTuple):
         """What the tensors of a call depend on."""
         grid = (self.height, self.width, self.tokens, self.text_tokens)
         return self.batch, self.dtype, self.device, *grid, self.apart
+
+
+def token_count(call: DenoiserCall, level: int) -> int:
+    """Image tokens at a level."""
+    height, width = grid_at_level(call, level)
+    return height * width if height else call.tokens
 
 
 def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
+from diffusers.models.attention import JointTransformerBlock
 
+from .base import Block, BlockKind, Component, Family, Ports, arguments, as_tensor, keys_values, random_input
 from .calls import DenoiserCall
-from ..presets import Defaults
-from .base import Argument, Ports
-from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
-_TEXT = Argument("encoder_hidden_states", 1)
+_CALL = arguments(SD3Transformer2DModel)
+_BLOCK = arguments(JointTransformerBlock)
 _JOINT = BlockKind(
-    Ports(outputs=(1,), text_tokens=_TEXT),
+    Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")),
     {
         # The second attention, of images alone, is there in SD3.5-medium's first blocks.
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
@@ -23,8 +23,6 @@ _JOINT = BlockKind(
     keys_values("attn", "attn2"),
 )
 
-_HIDDEN_STATES = Argument("hidden_states", 0)
-_TIMESTEP = Argument("timestep", 3)
 # Of CLIP and T5 together, as the pipeline gives them.
 _TEXT_TOKENS = 77 + 256
 
@@ -37,11 +35,11 @@ def _blocks(transformer: SD3Transformer2DModel) -> list[Block]:
 
 
 def _read(transformer: SD3Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    latent = _HIDDEN_STATES.read(args, kwargs)
+    latent = _CALL("hidden_states").read(args, kwargs)
     batch, _, height, width = latent.shape
     patch = transformer.config.patch_size
-    timestep = as_tensor(_TIMESTEP.read(args, kwargs))
-    text = _TEXT.read(args, kwargs).shape[1]
+    timestep = as_tensor(_CALL("timestep").read(args, kwargs))
+    text = _CALL("encoder_hidden_states").read(args, kwargs).shape[1]
     return DenoiserCall(batch, latent.dtype, latent.device, timestep, height // patch, width // patch, text_tokens=text)
 
 
@@ -53,22 +51,22 @@ def _plan_call(transformer: SD3Transformer2DModel, height: int, width: int) -> D
 def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width: int) -> dict[str, Any]:
     config = transformer.config
     return {
-        "hidden_states": noise(transformer, batch, config.in_channels, height, width),
+        "hidden_states": random_input(transformer, batch, config.in_channels, height, width),
         "timestep": torch.full((batch,), 500.0, device=transformer.device),
-        "encoder_hidden_states": noise(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
-        "pooled_projections": noise(transformer, batch, config.pooled_projection_dim),
+        "encoder_hidden_states": random_input(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
+        "pooled_projections": random_input(transformer, batch, config.pooled_projection_dim),
     }
 
 
 FAMILY = Family(
     name="sd3",
     denoiser=SD3Transformer2DModel,
-    defaults=Defaults(merging="dit-anchored"),
+    merging="dit",
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
     unit=lambda transformer, scale: transformer.config.patch_size * scale,
     example=_example,
-    span_breakers=(Argument("block_controlnet_hidden_states", 4), Argument("skip_layers", 7)),
-    attention_kwargs=Argument("joint_attention_kwargs", 5),
+    between_blocks=(_CALL("block_controlnet_hidden_states"), _CALL("skip_layers")),
+    attention_kwargs=_CALL("joint_attention_kwargs"),
 )

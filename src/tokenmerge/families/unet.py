@@ -10,10 +10,8 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor
 
+from .base import Block, BlockKind, Component, Family, Ports, arguments, as_tensor, keys_values, random_input
 from .calls import DenoiserCall
-from ..presets import Defaults
-from .base import Argument, Ports
-from .base import Block, BlockKind, Component, Family, as_tensor, keys_values, noise
 
 _BLOCK = BlockKind(
     Ports(),
@@ -27,11 +25,7 @@ _BLOCK = BlockKind(
 
 _STAGE = BlockKind(Ports(), {})
 
-_SAMPLE = Argument("sample", 0)
-_TIMESTEP = Argument("timestep", 1)
-_DOWN_RESIDUALS = Argument("down_block_additional_residuals", 8)
-_MID_RESIDUAL = Argument("mid_block_additional_residual", 9)
-_ADAPTER_RESIDUALS = Argument("down_intrablock_additional_residuals", 10)
+_CALL = arguments(UNet2DConditionModel)
 # Of CLIP.
 _TEXT_TOKENS = 77
 
@@ -67,17 +61,17 @@ def _stages(unet: UNet2DConditionModel) -> list[tuple[str, int]]:
 
 
 def _read(unet: UNet2DConditionModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    sample = _SAMPLE.read(args, kwargs)
+    sample = _CALL("sample").read(args, kwargs)
     batch, _, height, width = sample.shape
-    timestep = as_tensor(_TIMESTEP.read(args, kwargs))
+    timestep = as_tensor(_CALL("timestep").read(args, kwargs))
     return DenoiserCall(batch, sample.dtype, sample.device, timestep, height, width)
 
 
 def _between_stages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Of T2I-Adapters, which once came as a ControlNet's residuals do. Those of a ControlNet are not taken away."""
-    given = _ADAPTER_RESIDUALS.read(args, kwargs)
-    if given is None and _MID_RESIDUAL.read(args, kwargs) is None:
-        given = _DOWN_RESIDUALS.read(args, kwargs)
+    given = _CALL("down_intrablock_additional_residuals").read(args, kwargs)
+    if given is None and _CALL("mid_block_additional_residual").read(args, kwargs) is None:
+        given = _CALL("down_block_additional_residuals").read(args, kwargs)
     return [] if given is None else given
 
 
@@ -88,21 +82,24 @@ def _plan_call(unet: UNet2DConditionModel, height: int, width: int) -> DenoiserC
 def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) -> dict[str, Any]:
     config = unet.config
     arguments: dict[str, Any] = {
-        "sample": noise(unet, batch, config.in_channels, height, width),
+        "sample": random_input(unet, batch, config.in_channels, height, width),
         "timestep": torch.full((), 500.0, device=unet.device),
-        "encoder_hidden_states": noise(unet, batch, _TEXT_TOKENS, config.cross_attention_dim),
+        "encoder_hidden_states": random_input(unet, batch, _TEXT_TOKENS, config.cross_attention_dim),
     }
     if config.addition_embed_type == "text_time":
         ids = 6
         text = config.projection_class_embeddings_input_dim - ids * config.addition_time_embed_dim
-        arguments["added_cond_kwargs"] = {"text_embeds": noise(unet, batch, text), "time_ids": noise(unet, batch, ids)}
+        arguments["added_cond_kwargs"] = {
+            "text_embeds": random_input(unet, batch, text),
+            "time_ids": random_input(unet, batch, ids),
+        }
     return arguments
 
 
 FAMILY = Family(
     name="unet",
     denoiser=UNet2DConditionModel,
-    defaults=Defaults(merging="unet-anchored", holding="unet-hold"),
+    merging="unet",
     blocks=_blocks,
     read=_read,
     plan_call=_plan_call,
@@ -111,6 +108,6 @@ FAMILY = Family(
     example=_example,
     stages=_held_stages,
     between_stages=_between_stages,
-    masks=(Argument("attention_mask", 5),),
-    attention_kwargs=Argument("cross_attention_kwargs", 6),
+    masks=(_CALL("attention_mask"),),
+    attention_kwargs=_CALL("cross_attention_kwargs"),
 )

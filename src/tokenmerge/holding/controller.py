@@ -1,7 +1,8 @@
-"""Anchors: which denoiser calls are anchors, and the memories of gaps that blocks keep between them."""
+"""Holding: which residuals a denoiser call keeps or adds, and how far they are extrapolated."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,131 +11,114 @@ from torch import Tensor
 
 from ..families.calls import DenoiserCall
 from ..runtime.clock import Clock
-from ..config import MergeConfig
-from .residuals import Gap, GapMemory, GapSize
-from ..merging.groups import MergeGroup
-from ..merging.slots import MAX_CALLS
+from ..runtime.timeline import HELD, Step
+from .residuals import Residual, Run
+
+# What held blocks do in a call.
+RUN, KEEP, HOLD = "run", "keep", "hold"
 
 
 @dataclass
-class _Seen:
-    """The anchors of one turn and size in an image."""
+class _Kept:
+    """The kept steps of one call of the step, at one size, in an image."""
 
     image: int
-    ratio: float
-    apart: bool
-    sizes: list[GapSize]  # of every memory
-    steps: list[int] = field(default_factory=list)  # the last two that ran
-    removed: list[float] = field(default_factory=list)  # by every group at the last one
+    call: DenoiserCall
+    steps: list[int] = field(default_factory=list)  # the last two, or one where no slope may be taken
 
 
-class Anchors:
-    """Decides which calls are anchors, and points every memory at the gap of a call."""
+class Holding:
+    """Points every run of held blocks at the residual of a call. Sites ask it what they do."""
 
-    def __init__(self, config: MergeConfig, clock: Clock) -> None:
-        self._config = config
+    def __init__(self, clock: Clock) -> None:
+        self.act = RUN
+        self.runs: list[Run] = []
         self._clock = clock
-        self._memories: list[tuple[MergeGroup, GapMemory]] = []
-        self._seen: dict[tuple[int, tuple[Any, ...]], _Seen] = {}  # by turn and size
-        self._pending: tuple[_Seen, int] | None = None  # the last call's, and its step, if it was to be an anchor
-        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # by turn
+        self._kept: dict[tuple[int, tuple[Any, ...]], _Kept] = {}  # by call of the step and size
+        self._pending: tuple[_Kept, int] | None = None  # the last call's, and its step, if it is to be kept
+        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # by call of the step
 
-    @property
-    def exist(self) -> bool:
-        return self._config.schedule.anchor_every > 0
+    def add_run(self, run: Run) -> Run:
+        self.runs.append(run)
+        return run
 
-    def add_memory(self, group: MergeGroup, width: int, *, has_text: bool, apart: bool | None = None) -> GapMemory:
-        """Where blocks of a group remember gaps."""
-        memory = GapMemory(width, has_text, apart)
-        self._memories.append((group, memory))
-        return memory
+    def begin_image(self) -> None:
+        """Give up residuals of sizes that the last two images did not have: two sizes may take turns."""
+        for (turn, size), kept in list(self._kept.items()):
+            if kept.image < self._clock.image - 2:
+                del self._kept[turn, size]
+                for run in self.runs:
+                    if run.serves(kept.call):
+                        run.forget(kept.call, turn)
 
-    def mode(self, call: DenoiserCall) -> str:
-        """Of a call that is to merge: an anchor, if it is time for one in its turn of the step."""
+    def last_kept(self, call: DenoiserCall) -> int | None:
+        """The last step of this image that such a call was kept at."""
         self._drop_failed()
-        image, step, turn = self._clock.now
-        if turn >= MAX_CALLS:
-            # No gap is kept for so many calls, and anchors at every step would cost more than merging saves.
-            return "full"
-        # Another ratio has other maps, so gaps of the last one mean nothing to it.
-        ratio = self._config.ratio_at(self._clock.position)
-        seen = self._seen.get((turn, call.size))
-        if seen is None or (seen.image, seen.ratio) != (image, ratio):
-            seen = self._seen[turn, call.size] = _Seen(image, ratio, call.apart, self._sizes(call))
-        last = seen.steps[-1] if seen.steps else None
-        position = None if last is None else self._clock.position_of(last)
-        return "anchor" if self._config.schedule.anchors(step, last, position) else "merged"
+        kept = self._kept.get((self._clock.call, call.size))
+        return kept.steps[-1] if kept is not None and kept.image == self._clock.image and kept.steps else None
 
-    def settle(self, groups: list[MergeGroup]) -> None:
-        """Note that a call was an anchor. One whose blocks a cache has skipped saw no gap: it does not count, and the
-        next call is an anchor in its place."""
-        if self._pending is not None and any(group.done[0] for group in groups):
-            seen, step = self._pending
-            removed = [group.ratio for group in groups]
-            # From a gap at another ratio nothing can be extrapolated.
-            seen.steps = [*seen.steps[-1:], step] if removed == seen.removed else [step]
-            seen.removed = removed
-        self._pending = None
-
-    def enter(self, call: DenoiserCall, mode: str) -> None:
-        """Point every site's memory at the gap of this call, and tell how far the last anchor is."""
+    def enter(self, call: DenoiserCall, step: Step) -> None:
+        """Point every run at the residual of this call, and tell how far the last kept step is."""
         self._drop_failed()
-        for _, memory in self._memories:
-            memory.entered = None
-        turn = self._clock.call
-        if not self._memories or mode == "full":
+        self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
+        for run in self.runs:
+            run.entered = None
+        if self.act == RUN:
             return
-        seen = self._seen[turn, call.size]
-        self._pending = (seen, self._clock.step) if mode == "anchor" else None
+        turn = self._clock.call
+        kept = self._kept.get((turn, call.size))
+        if kept is None or kept.image != self._clock.image:
+            # The tensors of a call would be kept alive by its ids and timestep.
+            known = call._replace(ids=None, timestep=torch.zeros(()))
+            kept = self._kept[turn, call.size] = _Kept(self._clock.image, known)
+        self._pending = (kept, self._clock.step) if self.act == KEEP else None
         if (turn, call.device) not in self._ahead:
             with torch.inference_mode(False):
                 self._ahead[turn, call.device] = torch.zeros((), device=call.device)
-        ahead, linear = self._ahead[turn, call.device], self._config.gap != "last"
-        if linear:
-            ahead.fill_(self._distance(seen.steps))
-        for (group, memory), size in zip(self._memories, seen.sizes, strict=True):
-            if memory.apart not in (None, call.apart):
-                memory.current = None
-            elif group.slot is not None and group.slot.merges:
-                memory.enter(size, turn, ahead, linear=linear, float8=self._config.gap_dtype == "float8")
+        ahead = self._ahead[turn, call.device]
+        ahead.fill_(self._distance(kept.steps))
+        for run in self.runs:
+            if run.serves(call):
+                run.enter(call, turn, ahead)
+            else:
+                run.current = None
+
+    def leave(self, *, restart: bool) -> None:
+        """At the end of a call that did not fail. restart: whether what ran is another than at the last kept step, so
+        that no slope may be taken between the two."""
+        if self._pending is not None:
+            kept, step = self._pending
+            kept.steps = [step] if restart else [*kept.steps[-1:], step]
+        self._pending = None
 
     def _drop_failed(self) -> None:
-        """An anchor that failed on the way has left gaps among those of the last one that ran: begin anew."""
+        """A call that failed on the way has left residuals among those of the last that ran: begin anew."""
         if self._pending is not None:
             self._pending[0].steps.clear()
             self._pending = None
 
-    def forget(self) -> None:
-        """Give up gaps of sizes that the last two images did not have: two sizes may take turns."""
-        for (turn, size), seen in list(self._seen.items()):
-            if seen.image < self._clock.image - 2:
-                del self._seen[turn, size]
-                for (_, memory), gap_size in zip(self._memories, seen.sizes, strict=True):
-                    if memory.apart in (None, seen.apart):
-                        memory.forget(gap_size, turn)
+    def _distance(self, steps: list[int]) -> float:
+        """Of this step from the last kept one, over that between the last two; 0 after one."""
+        if len(steps) < 2:
+            return 0.0
+        before, last, now = (self._clock.distance(step) for step in (*steps[-2:], self._clock.step))
+        return (now - last) / (last - before) if last != before else 0.0
 
-    @property
-    def gaps(self) -> list[Gap | None]:
-        """Of this call, by memory."""
-        return [memory.current for _, memory in self._memories]
-
-    def owns(self, gaps: list[Gap | None]) -> bool:
-        """Whether none of an earlier call's gaps has been given up since."""
-        return all(memory.owns(gap) for (_, memory), gap in zip(self._memories, gaps, strict=True))
+    def close(self) -> None:
+        self.act = RUN
 
     @property
     def nbytes(self) -> int:
-        """Memory of all gaps."""
-        return sum(memory.nbytes for _, memory in self._memories)
+        """Memory of all residuals."""
+        return sum(run.nbytes for run in self.runs)
 
-    def _sizes(self, call: DenoiserCall) -> list[GapSize]:
-        """Of every memory, in this call."""
-        tokens = [group.token_count(call) for group, _ in self._memories]
-        return [GapSize(call.batch, count, call.text_tokens, call.dtype, call.device) for count in tokens]
+    # What recordings of a call must know.
 
-    def _distance(self, steps: list[int]) -> float:
-        """Of this step from the last anchor over that between the last two, in noise levels or steps; 0 after one."""
-        if len(steps) < 2:
-            return 0.0
-        before, last, now = (self._clock.noise_level(step) for step in (*steps[-2:], self._clock.step))
-        return (now - last) / (last - before) if last != before else 0.0
+    def kind(self) -> Hashable:
+        return tuple(id(run.current) for run in self.runs)
+
+    def owners(self) -> list[Residual | None]:
+        return [run.current for run in self.runs]
+
+    def still_owns(self, owners: list[Residual | None]) -> bool:
+        return all(run.owns(residual) for run, residual in zip(self.runs, owners, strict=True))

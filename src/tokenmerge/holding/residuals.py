@@ -1,8 +1,4 @@
-"""Gaps: what merging left out of a block's change at the last anchor, added to it until the next one.
-
-At an anchor a block runs on all tokens and on merged ones. The gap between the two changes is the error of merging; it
-varies slowly from step to step, so most of it can be taken back.
-"""
+"""Residuals: what a run of blocks changed in its tokens, kept at full steps and extrapolated in held ones."""
 
 from __future__ import annotations
 
@@ -12,119 +8,102 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FLOAT8 = torch.float8_e4m3fn
-# Keeps a gap of zeros from a division by zero.
-_LEAST_SCALE = 1e-30
+from ..families.calls import DenoiserCall, token_count
 
 
-class GapSize(NamedTuple):
-    """What the tensors of a gap depend on."""
+class ResidualSize(NamedTuple):
+    """What the tensors of a residual depend on."""
 
     batch: int
     tokens: int
-    text_tokens: int  # 0 where the block gives no text tokens out
+    text_tokens: int  # 0 where the run gives no text tokens out
     dtype: torch.dtype
     device: torch.device
 
 
-class Kept:
-    """A tensor that anchors overwrite in place and compiled code reads: as it is, or in 8 bits with one scale."""
+class _Kept:
+    """A value that full steps overwrite in place and compiled code reads, and its change since the one before."""
 
-    def __init__(self, shape: tuple[int, ...], size: GapSize, *, float8: bool) -> None:
-        self.dtype = size.dtype
-        self.values = torch.zeros(shape, dtype=_FLOAT8 if float8 else size.dtype, device=size.device)
-        self.scale = torch.ones((), device=size.device) if float8 else None
+    def __init__(self, batch: int, tokens: int, width: int, size: ResidualSize) -> None:
+        self.value = torch.zeros((batch, tokens, width), dtype=size.dtype, device=size.device)
+        self.change = torch.zeros_like(self.value)
+
+    def keep(self, new: Tensor) -> None:
+        self.change.copy_(new - self.value)
+        self.value.copy_(new)
+
+    def at(self, ahead: Tensor) -> Tensor:
+        # After the first kept step of an image the change is one from the image before, which need not be finite.
+        return torch.where(ahead == 0, self.value, self.value + self.change * ahead.to(self.value.dtype))
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes
-
-    def write(self, new: Tensor) -> None:
-        if self.scale is None:
-            self.values.copy_(new)
-        else:
-            self.scale.copy_((new.abs().amax().float() / torch.finfo(_FLOAT8).max).clamp_min(_LEAST_SCALE))
-            self.values.copy_(new.float() / self.scale)
-
-    def read(self) -> Tensor:
-        return self.values if self.scale is None else (self.values.float() * self.scale).to(self.dtype)
+        return self.value.nbytes + self.change.nbytes
 
 
-class Gap:
-    """The gap of one site at one size and call of the step."""
+class Residual:
+    """The residual of one run at one size and call of the step."""
 
-    def __init__(self, size: GapSize, width: int, ahead: Tensor, *, linear: bool, float8: bool) -> None:
-        image, text = (size.batch, size.tokens, width), (size.batch, size.text_tokens, width)
-        self.image = Kept(image, size, float8=float8)
-        self.text = Kept(text, size, float8=float8) if size.text_tokens else None
-        # What the last anchor changed, where gaps are extrapolated.
-        self.image_change = Kept(image, size, float8=float8) if linear else None
-        self.text_change = Kept(text, size, float8=float8) if linear and size.text_tokens else None
-        # fp32 scalar: how far this step is from the last anchor, in distances between the last two.
+    def __init__(self, size: ResidualSize, width: int, ahead: Tensor) -> None:
+        self.image = _Kept(size.batch, size.tokens, width, size)
+        self.text = _Kept(size.batch, size.text_tokens, width, size) if size.text_tokens else None
+        # fp32 scalar: how far this step is from the last kept one, in distances between the last two; 0 after one.
         self.ahead = ahead
 
     @property
     def nbytes(self) -> int:
-        kept = (self.image, self.text, self.image_change, self.text_change)
-        return sum(each.nbytes for each in kept if each is not None)
+        return self.image.nbytes + (self.text.nbytes if self.text is not None else 0)
 
     def keep(self, image: Tensor, text: Tensor | None) -> None:
-        """Take the gaps of an anchor, [B, N, C] and [B, T, C]."""
-        _keep(image, self.image, self.image_change)
+        """Take the residual of a full step, [B, N, C] and [B, T, C]."""
+        self.image.keep(image)
         if text is not None and self.text is not None:
-            _keep(text, self.text, self.text_change)
+            self.text.keep(text)
 
     def image_now(self) -> Tensor:
-        """[B, N, C] at this step."""
-        return _at(self.image, self.image_change, self.ahead)
+        """[B, N, C], extrapolated to this step."""
+        return self.image.at(self.ahead)
 
     def text_now(self) -> Tensor | None:
-        """[B, T, C] at this step."""
-        return None if self.text is None else _at(self.text, self.text_change, self.ahead)
+        """[B, T, C], extrapolated to this step."""
+        return None if self.text is None else self.text.at(self.ahead)
 
 
 @dataclass
-class GapMemory:
-    """All gaps of one site, or of a run of held blocks."""
+class Run:
+    """Blocks that are held together: all their residuals, by size and call of the step."""
 
     width: int
+    level: int
     has_text: bool
     apart: bool | None = None  # whether it is for calls where something acts between blocks, or does not; None: for all
-    current: Gap | None = None
-    # Of a run of held blocks, at an anchor until the last of them has run: the image and text tokens that entered it.
+    current: Residual | None = None
+    # At a full step, until the last block has run: the image and text tokens that entered the first.
     entered: tuple[Tensor, Tensor | None] | None = None
-    _gaps: dict[tuple[GapSize, int], Gap] = field(default_factory=dict)
+    _residuals: dict[tuple[ResidualSize, int], Residual] = field(default_factory=dict)
 
-    def enter(self, size: GapSize, turn: int, ahead: Tensor, *, linear: bool, float8: bool) -> None:
-        """Point `current` at the gap of a call, the one with number `turn` of its step."""
-        key = (size if self.has_text else size._replace(text_tokens=0), turn)
-        if key not in self._gaps:
+    def size(self, call: DenoiserCall) -> ResidualSize:
+        text = call.text_tokens if self.has_text else 0
+        return ResidualSize(call.batch, token_count(call, self.level), text, call.dtype, call.device)
+
+    def serves(self, call: DenoiserCall) -> bool:
+        return self.apart in (None, call.apart)
+
+    def enter(self, call: DenoiserCall, turn: int, ahead: Tensor) -> None:
+        """Point `current` at the residual of a call, the one with number `turn` of its step."""
+        key = (self.size(call), turn)
+        if key not in self._residuals:
             # Inference tensors could not be overwritten outside of inference mode.
             with torch.inference_mode(False):
-                self._gaps[key] = Gap(key[0], self.width, ahead, linear=linear, float8=float8)
-        self.current = self._gaps[key]
+                self._residuals[key] = Residual(key[0], self.width, ahead)
+        self.current = self._residuals[key]
 
-    def forget(self, size: GapSize, turn: int) -> None:
-        """Give up the memory of a gap."""
-        self._gaps.pop((size if self.has_text else size._replace(text_tokens=0), turn), None)
+    def forget(self, call: DenoiserCall, turn: int) -> None:
+        self._residuals.pop((self.size(call), turn), None)
 
-    def owns(self, gap: Gap | None) -> bool:
-        return gap is None or any(each is gap for each in self._gaps.values())
+    def owns(self, residual: Residual | None) -> bool:
+        return residual is None or any(each is residual for each in self._residuals.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(gap.nbytes for gap in self._gaps.values())
-
-
-def _keep(new: Tensor, held: Kept, change: Kept | None) -> None:
-    if change is not None:
-        change.write(new - held.read())
-    held.write(new)
-
-
-def _at(held: Kept, change: Kept | None, ahead: Tensor) -> Tensor:
-    if change is None:
-        return held.read()
-    # After the first anchor of an image the change is one from the image before, which need not be finite.
-    now = held.read()
-    return torch.where(ahead == 0, now, now + change.read() * ahead.to(now.dtype))
+        return sum(residual.nbytes for residual in self._residuals.values())

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .grid import Layout
+from .mergemap import MapSpace
 
 # What becomes of a cluster: the mean of its tokens; its destination alone; or the direction of the mean with the
 # largest norm of its tokens (MLERP).
@@ -28,11 +29,11 @@ class ClusterMap:
     places: Tensor  # [B, N] place of every token's cluster among the merged tokens
 
     @classmethod
-    def empty(cls, rule: str, layout: Layout, batch: int, *, shared: bool, device: torch.device) -> ClusterMap:
+    def empty(cls, rule: str, layout: Layout, space: MapSpace) -> ClusterMap:
         """A map of the right shapes, to be filled."""
-        samples = 1 if shared else batch
-        shapes = [(samples, layout.merged), (samples, layout.tokens - layout.merged), (batch, layout.tokens)]
-        return cls(rule, *(torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes))
+        samples, merged, tokens = space.samples, layout.merged, layout.tokens
+        shapes = [(samples, merged), (samples, tokens - merged), (space.batch, tokens)]
+        return cls(rule, *(torch.zeros(shape, dtype=torch.int64, device=space.device) for shape in shapes))
 
     # Sizes are read off tensors: the compiler takes any number it finds in a hook for a constant.
     @property
@@ -67,18 +68,10 @@ class ClusterMap:
         largest = lengths[0].scatter_reduce(1, places, lengths[1], "amax")
         return (F.normalize(mean.float(), dim=-1) * largest[..., None]).to(tokens.dtype)
 
-    def unmerge(
-        self,
-        merged: Tensor,
-        residual: Tensor | None = None,
-        entered: Tensor | None = None,
-        gap: Tensor | None = None,
-    ) -> Tensor:
-        """[B, M, C] to [B, N, C]: every token gets what its cluster came to, plus the residual and the gap [B, N, C];
-        with `entered` [B, M, C] the change since then alone."""
+    def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
+        """[B, M, C] to [B, N, C]: tokens get what their cluster came to, plus the residual [B, N, C]. With `entered`
+        [B, M, C], the change since then alone."""
         tokens = _rows(merged if entered is None else merged - entered, self.places)
-        if gap is not None:
-            tokens = tokens + gap
         return tokens if residual is None else residual + tokens
 
     def owners(self) -> Tensor:

@@ -15,33 +15,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..config import MergeConfig, Regions
+from ..config import Merge, Regions
 from ..errors import TokenMergeError
+from ..families.calls import TokenGrid
 
 # A tile may be at most this much longer or shorter than wished before a ragged one of the right shape is better.
 _MAX_STRETCH = 2.0
-# With a coverage target regions have enough tokens to remove this share of them, whatever share is removed.
-_BUCKETED_RATIO = 0.25
-
-
-@dataclass(frozen=True)
-class TokenGrid:
-    """Tokens of one image, row-major."""
-
-    height: int
-    width: int
-
-    @property
-    def count(self) -> int:
-        return self.height * self.width
-
-    def __str__(self) -> str:
-        return f"{self.height}x{self.width}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shapes of a merge map: a function of the token count and the config."""
+    """The shapes of a merge map: a function of the token count and the merge."""
 
     tokens: int
     select_size: int  # tokens in a selection region
@@ -110,65 +94,63 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
     )
 
 
-def layout_for(token_count: int, config: MergeConfig) -> Layout:
+def layout_for(token_count: int, technique: Merge) -> Layout:
     """The layout of `token_count` tokens: k = round(n (1 - ratio)) destinations per selection region, at least one, and
     at least one less than tokens, so that a small ratio does not come to nothing in small regions."""
-    ratio = _region_ratio(config)
-    select_size = region_size(token_count, config.select_in, ratio)
-    if config.merge_regions is None:
+    select_size = region_size(token_count, technique.select_in, technique.ratio)
+    if technique.merge_regions is None:
         merge_size = select_size
-    elif config.merge_in.kind == "whole":
+    elif technique.merge_in.kind == "whole":
         merge_size = token_count
     else:
         # A merging region is made of whole selection regions: each must hold the same number of destinations.
-        wished = region_size(token_count, config.merge_in, ratio) / select_size
+        wished = region_size(token_count, technique.merge_in, technique.ratio) / select_size
         merge_size = select_size * nearest_divisor(token_count // select_size, wished)
-    most = select_size - 1 if config.ratio else select_size
-    count = max(1, min(most, round(select_size * (1.0 - config.ratio))))
+    most = select_size - 1 if technique.ratio else select_size
+    count = max(1, min(most, round(select_size * (1.0 - technique.ratio))))
     return Layout(token_count, select_size, count, merge_size)
 
 
-def _region_ratio(config: MergeConfig) -> float:
-    """What regions must be large enough for: whichever ratio a coverage target chooses must lie in the same ones."""
-    return _BUCKETED_RATIO if config.coverage is not None and config.ratio else config.ratio
-
-
-def partition_grids(grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
+def partition_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
     """Lay the layout over the images of one sequence (more than one for models that take reference images)."""
-    layout = layout_for(sum(grid.count for grid in grids), config)
+    layout = layout_for(sum(grid.count for grid in grids), technique)
     if len(grids) > 1 and layout.merge_regions == 1:
         raise TokenMergeError(
-            f"a sequence of {len(grids)} images ({' + '.join(map(str, grids))} tokens) would be merged as one; "
+            f"a sequence of {len(grids)} images ({_named(grids)} tokens) would be merged as one; "
             "use regions and merge_regions that are local, such as 'tile:4x4'"
         )
-    select, how = _order(grids, config.select_in, layout.select_size)
+    select, how = _order(grids, technique.select_in, layout.select_size)
     description = f"{layout.select_regions} {how}"
-    if config.merge_regions is None:
+    if technique.merge_regions is None:
         return Partition(layout, select, select, description, grids)
-    merged_in = region_size(layout.tokens, config.merge_in, _region_ratio(config))
+    merged_in = region_size(layout.tokens, technique.merge_in, technique.ratio)
     if merged_in < layout.select_size:
         raise TokenMergeError(
-            f"on the {' + '.join(map(str, grids))} token grid, merge_regions {config.merge_regions!r} have {merged_in} "
-            f"tokens, less than the {layout.select_size} of regions {config.regions!r}: every merging region must be "
-            "made of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
+            f"on the {_named(grids)} token grid, merge_regions {technique.merge_regions!r} have {merged_in} tokens, less "
+            f"than the {layout.select_size} of regions {technique.regions!r}: every merging region must be made of whole"
+            " selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
         )
     if layout.merge_size == layout.tokens:
         whole = "" if layout.select_regions == 1 else ", merged in the whole image"
         return Partition(layout, select, None, f"{description}{whole}", grids)
-    if layout.merge_size == layout.select_size and config.select_in.kind == config.merge_in.kind:
+    if layout.merge_size == layout.select_size and technique.select_in.kind == technique.merge_in.kind:
         return Partition(layout, select, select, description, grids)
-    merge, merge_how = _order(grids, config.merge_in, layout.merge_size)
+    merge, merge_how = _order(grids, technique.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
-    if nested is None and config.select_in.kind == config.merge_in.kind:
+    if nested is None and technique.select_in.kind == technique.merge_in.kind:
         # Runs of neighbouring selection regions always nest; sizes without a nesting rectangle get those.
         nested, merge_how = select, f"runs of {layout.merge_size // layout.select_size} of them"
     elif nested is None:
         raise TokenMergeError(
-            f"on the {' + '.join(map(str, grids))} token grid, regions {config.regions!r} do not nest in merge_regions "
-            f"{config.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
+            f"on the {_named(grids)} token grid, regions {technique.regions!r} do not nest in merge_regions "
+            f"{technique.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
     return Partition(layout, nested, nested, f"{description}, merged in {layout.merge_regions} {merge_how}", grids)
+
+
+def _named(grids: tuple[TokenGrid, ...]) -> str:
+    return " + ".join(map(str, grids))
 
 
 def split_regions(tokens: Tensor, order: Tensor | None, regions: int) -> Tensor:

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.calls import DenoiserCall, grid_at_level
-from ..runtime.clock import Clock
-from ..config import MergeConfig
-from .grid import Partition, TokenGrid
+from ..config import Merge
+from ..families.calls import DenoiserCall, TokenGrid, token_count
+from ..runtime.clock import MAX_CALLS, Clock
+from ..runtime.timeline import ALWAYS, Timeline
+from .grid import Partition
+from .mergemap import MapSpace
 from .methods import Given, Method
 from .ops import backend_for
 from .ops.reference import Rotary
-from .slots import MAX_CALLS, Record, Slot
+from .slots import Made, Slot
 
 # Sizes whose maps stay allocated: from one image to the next, and within one, as of tiles.
 _MAX_SIZES = 4
@@ -29,19 +31,25 @@ class _Due:
     """What one denoiser call must renew before its layers read the maps. The first layer to run does it: a cache may
     skip them all."""
 
-    record: Record
+    made: Made
     step: int
-    phase: str
+    maps: str  # select, reweigh or reuse
     maps_done: int = 0  # how often: every block may need a map of its own
     rotary_done: int = 0
-    settled: bool = False
+    visits: int = 0  # of layers that asked
+    noted: bool = False
+
+    @property
+    def rotary(self) -> bool:
+        """Whether rotary tables must be gathered."""
+        return self.maps == "select" or not self.made.rotary
 
 
 class MergeGroup:
     """Layers that share destinations and weights, and everything those need."""
 
     def __init__(
-        self, name: str, index: int, method: Method[Any], config: MergeConfig, clock: Clock, level: int, shared: bool
+        self, name: str, number: int, method: Method[Any], technique: Merge, clock: Clock, level: int, shared: bool
     ) -> None:
         self.name = name
         self.level = level
@@ -53,66 +61,36 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        ratios = config.step_ratios or config.buckets
-        self._configs = {each: method.settle(config.replace(ratio=each, step_ratios=None)) for each in ratios}
-        self._wish = config
-        self._config = self._configs[ratios[0]]
+        self._technique = method.settle(technique)
+        self._timeline = Timeline(self._technique, None, method.RENEWS)
         self._clock = clock
         self._method = method
-        self._seed = config.seed + index
+        self._seed = technique.seed + number
         self._generator = torch.Generator()
         self._seeded_for = -1
         self._due: _Due | None = None
-        self._chosen: dict[tuple[int, tuple[Any, ...]], float] = {}  # buckets in this image, by turn and size
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
-    def enter(self, call: DenoiserCall, *, mode: str) -> None:
+    def enter(self, call: DenoiserCall) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
-        self.settle()
+        self.note()
         image, step, turn = self._clock.now
         turn = min(turn, MAX_CALLS)
         if image != self._seeded_for:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
-            self._chosen.clear()
             self._seeded_for = image
-        slot = self._enter_slot(self._ratio_now(turn, call), turn, call)
-        record = slot.history.record(turn, image)
-        phase = self._phase(record, step, anchor=mode == "anchor")
-        if phase == "select" and mode != "full" and record.selected is not None and self._wish.coverage is not None:
-            record = self._choose_ratio(slot, record, turn, call)
-        self._due = _Due(record, step, phase)
+        made = self._enter_slot(turn, call).history.made_for(turn, image)
+        self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
         self.partition = self._partition_on(call.device)
 
-    def _ratio_now(self, turn: int, call: DenoiserCall) -> float:
-        """Of the maps that a call has, or begins with."""
-        if self._wish.coverage is None:
-            return self._wish.ratio_at(self._clock.position)
-        # Early steps are the most sensitive, and a selection at the smallest ratio measures what all others cover.
-        return self._chosen.setdefault((turn, call.size), self._wish.buckets[0])
-
-    def _choose_ratio(self, slot: Slot, record: Record, turn: int, call: DenoiserCall) -> Record:
-        """Go over to the ratio that the last selection calls for, in whose slot the next one will be made."""
-        assert slot.coverages is not None
-        if record.coverages is None:
-            # Waits for the device, once for every selection.
-            record.coverages = slot.coverages.tolist()
-        ratio = self._wish.next_ratio(self._config.ratio, record.coverages)
-        if ratio == self._config.ratio:
-            return record
-        self._chosen[turn, call.size] = ratio
-        # Maps that this turn had there before are older than those it leaves.
-        return self._enter_slot(ratio, turn, call).history.new_record(turn, record.image)
-
-    def _enter_slot(self, ratio: float, turn: int, call: DenoiserCall) -> Slot:
-        """Point `slot` at the tensors of a ratio and size, holding the maps of a turn."""
-        self._config = self._configs[ratio]
-        size = (call.batch, self.token_count(call), call.text_tokens, call.dtype, call.device)
-        key = (ratio, *size)
+    def _enter_slot(self, turn: int, call: DenoiserCall) -> Slot:
+        """Point `slot` at the tensors of a size, holding the maps of a turn."""
+        key = (call.batch, token_count(call, self.level), call.text_tokens, call.dtype, call.device)
         if key not in self._slots:
             self._make_room()
-            self._slots[key] = self._allocate(*size, call.rotary_width)
+            self._slots[key] = self._allocate(*key, call.rotary_width)
         self.slot = slot = self._slots[key]
         slot.image = self._clock.image
         with torch.no_grad():
@@ -120,62 +98,61 @@ class MergeGroup:
         return slot
 
     def _make_room(self) -> None:
-        """Give up the sizes that were used longest ago, those of this image last: its gaps belong to their maps."""
+        """Give up the sizes that were used longest ago, those of this image last."""
         for key in sorted(self._slots, key=lambda key: self._slots[key].image):
             most = _MAX_SIZES_AT_ONCE if self._slots[key].image == self._clock.image else _MAX_SIZES
-            if len(self._slots) < most * len(self._configs):
+            if len(self._slots) < most:
                 break
             del self._slots[key]
-        self._forget_partitions()
-
-    def _phase(self, record: Record, step: int, *, anchor: bool) -> str:
-        if self._method.PER_BLOCK:
-            return "select"
-        if record.selected is not None and not self._method.REFRESHES:
-            return "reuse"
-        return self._config.schedule.phase(step, record.selected, record.weighed, anchor=anchor)
-
-    def token_count(self, call: DenoiserCall) -> int:
-        """Image tokens at this group's level."""
-        height, width = grid_at_level(call, self.level)
-        return height * width if height else call.tokens
-
-    def settle(self) -> None:
-        """Note in the record what the last call has renewed."""
-        due = self._due
-        if due is None or due.settled:
-            return
-        due.settled = True
-        if due.maps_done and due.phase != "reuse":
-            due.record.weighed = due.step
-            self.weighings += due.maps_done
-            if due.phase == "select":
-                due.record.selected, due.record.rotary, due.record.coverages = due.step, False, None
-                self.selections += due.maps_done
-        due.record.rotary |= due.rotary_done > 0
+        # Recorded graphs read the partitions of sizes that still have a slot.
+        kept = {(tokens, device) for _, tokens, _, _, device in self._slots}
+        for grids, device in list(self._partitions):
+            if (sum(grid.count for grid in grids), device) not in kept:
+                del self._partitions[grids, device]
 
     def _allocate(
         self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
     ) -> Slot:
-        ops, self.backend = backend_for(self._config.backend, device)
-        layout = self._method.layout(tokens, self._config)
+        ops, self.backend = backend_for(self._technique.backend, device)
+        layout = self._method.layout(tokens, self._technique)
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
-            merge_map = self._method.empty_map(
-                layout, ops, self._config, batch, shared=self.shared, dtype=dtype, device=device
-            )
+            space = MapSpace(batch, self.shared, dtype, device)
+            merge_map = self._method.empty_map(layout, ops, self._technique, space)
             tables = 2 if rotary_width else 0
             rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
-            coverages = None
-            if self._wish.coverage is not None:
-                coverages = torch.full((len(self._wish.buckets),), torch.nan, dtype=torch.float32, device=device)
-        return Slot(merge_map, rotary, coverages)
+        return Slot(merge_map, rotary)
 
-    def has_due(self, tables: list[Tensor]) -> bool:
-        """Whether a refresh has work left in this call, for a site with these rotary tables."""
+    def _partition_on(self, device: torch.device) -> Partition:
+        key = (self.grids, device)
+        if key not in self._partitions:
+            self._partitions[key] = self._method.partition(self.grids, self._technique).to(device)
+        return self._partitions[key]
+
+    def note(self) -> None:
+        """Note what the last call has renewed."""
+        due = self._due
+        if due is None or due.noted:
+            return
+        due.noted = True
+        if due.maps_done and due.maps != "reuse":
+            due.made.weighed = due.step
+            self.weighings += due.maps_done
+            if due.maps == "select":
+                due.made.selected, due.made.rotary = due.step, False
+                self.selections += due.maps_done
+        due.made.rotary |= due.rotary_done > 0
+
+    def visit(self, tables: list[Tensor]) -> bool:
+        """A layer is about to read the maps: whether a refresh has work left, given the layer's rotary tables."""
         due = self._due
         assert due is not None, "a site ran before its denoiser was entered"
-        return self._method.PER_BLOCK or not due.maps_done or (bool(tables) and not due.rotary_done)
+        due.visits += 1
+        return self._has_work(due, tables)
+
+    def _has_work(self, due: _Due, tables: list[Tensor]) -> bool:
+        again = self._method.RENEWS == ALWAYS
+        return again or not due.maps_done or (bool(tables) and not due.rotary_done)
 
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
@@ -188,58 +165,49 @@ class MergeGroup:
         due = self._due
         assert due is not None
         assert self.partition is not None
-        if not self.has_due(tables):
+        if not self._has_work(due, tables):
             return
-        again = self._method.PER_BLOCK
-        ops, _ = backend_for(self._config.backend, tokens.device)
-        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._config), ops, tensors)
+        again = self._method.RENEWS == ALWAYS
+        ops, _ = backend_for(self._technique.backend, tokens.device)
+        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._technique), ops, tensors)
         gathered = None
         if tables and (again or not due.rotary_done):
             due.rotary_done += 1
-            if self._rotary_is_due(due):
+            if due.rotary:
                 gathered = Rotary(tables, rotary)
         if again or not due.maps_done:
             due.maps_done += 1
-            if due.phase != "reuse":
+            if due.maps != "reuse":
                 # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
                 with torch.autocast(tokens.device.type, enabled=False):
-                    given = Given(tokens, self.partition, self._config, self._generator, self.shared, ops, gathered)
-                    self._method.renew(merge_map, due.phase, given)
-                    if due.phase == "select":
-                        self._measure_coverages(given, merge_map.destinations)
+                    given = Given(tokens, self.partition, self._technique, self._generator, self.shared, ops, gathered)
+                    self._method.renew(merge_map, due.maps, given)
                 if self._method.GATHERS:
                     return
         if gathered is not None:
             ops.gather_rotary(gathered, merge_map.destinations[0])
 
-    def _measure_coverages(self, given: Given, destinations: Tensor) -> None:
-        """Keep the coverage that a selection [S, M] has, and those that larger ratios would have."""
-        assert self.slot is not None
-        if self.slot.coverages is None:
-            return
-        layout, buckets = given.partition.layout, self._wish.buckets
-        place = buckets.index(self._config.ratio)
-        counts = [self._method.layout(layout.tokens, self._configs[each]).select_count for each in buckets[place:]]
-        selected = destinations.unflatten(1, (layout.select_regions, layout.select_count))
-        measured = given.ops.mean_coverages(given.tokens, given.partition.order, selected, counts)
-        self.slot.coverages[place:].copy_(measured)
-
     @property
     def has_maps(self) -> bool:
         """Whether the maps of the last call have been made: a step may not merge, and a cache may skip all layers."""
-        self.settle()
-        return self._due is not None and self._due.record.selected is not None
+        self.note()
+        return self._due is not None and self._due.made.selected is not None
 
     @property
-    def coverage(self) -> float | None:
-        """Of the maps in use, where a target chooses the ratio and a selection was made. Waits for the device."""
-        if self.slot is None or self.slot.coverages is None or not self.has_maps:
-            return None
-        return self.slot.coverages[self._wish.buckets.index(self._config.ratio)].item()
+    def ratio(self) -> float:
+        return self._technique.ratio
 
-    @staticmethod
-    def _rotary_is_due(due: _Due) -> bool:
-        return due.phase == "select" or not due.record.rotary
+    @property
+    def visits(self) -> int:
+        """Layers that read the maps in this call."""
+        return self._due.visits if self._due is not None else 0
+
+    @property
+    def renewed(self) -> bool:
+        """Whether this call has changed the maps."""
+        return self._due is not None and self._due.maps != "reuse" and self._due.maps_done > 0
+
+    # What recordings of a call must know.
 
     def owns(self, slot: Slot | None) -> bool:
         return any(each is slot for each in self._slots.values())
@@ -252,45 +220,20 @@ class MergeGroup:
         assert self.slot is not None
         if not self.slot.merges:
             return ("whole",)
-        if due.phase != "reuse" and self._method.needs_host(self._config):
+        if due.maps != "reuse" and self._method.needs_host(self._technique):
             return None
-        return id(self.slot), self.grids, due.phase, self._rotary_is_due(due)
+        return id(self.slot), self.grids, due.maps, due.rotary
 
     @property
-    def ratio(self) -> float:
-        """Of this call."""
-        return self._config.ratio
-
-    @property
-    def phase(self) -> str:
-        """What is due in this call: select, reweigh or reuse."""
+    def done(self) -> tuple[int, int, int]:
+        """What this call has renewed, and how many layers asked."""
         assert self._due is not None
-        return self._due.phase
-
-    @property
-    def done(self) -> tuple[int, int]:
-        """How often this call has renewed maps and rotary tables."""
-        assert self._due is not None
-        return self._due.maps_done, self._due.rotary_done
+        return self._due.maps_done, self._due.rotary_done, self._due.visits
 
     @done.setter
-    def done(self, done: tuple[int, int]) -> None:
+    def done(self, done: tuple[int, int, int]) -> None:
         assert self._due is not None
-        self._due.maps_done, self._due.rotary_done = done
-
-    def _forget_partitions(self) -> None:
-        """Give up those of sizes that have no slot left; recorded graphs read the others."""
-        kept = {(ratio, tokens, device) for ratio, _, tokens, _, _, device in self._slots}
-        for key in list(self._partitions):
-            grids, device, ratio = key
-            if (ratio, sum(grid.count for grid in grids), device) not in kept:
-                del self._partitions[key]
-
-    def _partition_on(self, device: torch.device) -> Partition:
-        key = (self.grids, device, self._config.ratio)
-        if key not in self._partitions:
-            self._partitions[key] = self._method.partition(self.grids, self._config).to(device)
-        return self._partitions[key]
+        self._due.maps_done, self._due.rotary_done, self._due.visits = done
 
 
 # Operators take tensors only, so groups are found by number.
@@ -306,7 +249,9 @@ def _register(group: MergeGroup) -> Tensor:
 
 @torch.library.custom_op("tokenmerge::refresh", mutates_args=("tensors", "rotary"))
 def refresh(tokens: Tensor, tables: list[Tensor], group: Tensor, tensors: list[Tensor], rotary: list[Tensor]) -> None:
-    _groups[int(group)].refresh(tokens, tables, tensors, rotary)
+    found = _groups[int(group)]
+    if found.visit(tables):
+        found.refresh(tokens, tables, tensors, rotary)
 
 
 @refresh.register_fake

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .grid import Layout, Partition, invert_order
+
+
+class MapSpace(NamedTuple):
+    """What the tensors of a map depend on, beside the layout."""
+
+    batch: int
+    shared: bool  # whether the samples of a batch must have the same destinations
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def samples(self) -> int:
+        """Of destinations: one for all, or one for each of the batch."""
+        return 1 if self.shared else self.batch
 
 
 @dataclass(frozen=True)
@@ -24,23 +39,13 @@ class MergeMap:
     unmerge_weights: Tensor  # [B, R, n, k], rows sum to 1
 
     @classmethod
-    def empty(
-        cls,
-        layout: Layout,
-        ops: ModuleType,
-        batch: int,
-        *,
-        ordered: bool,
-        shared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> MergeMap:
+    def empty(cls, layout: Layout, ops: ModuleType, space: MapSpace, *, ordered: bool) -> MergeMap:
         """A map of the right shapes, to be filled."""
-        regions, count, size = layout.merge_regions, layout.merge_count, layout.merge_size
-        index_shapes = [(layout.tokens,)] * (2 if ordered else 0) + [(1 if shared else batch, layout.merged)]
+        regions, count, size, batch = layout.merge_regions, layout.merge_count, layout.merge_size, space.batch
+        index_shapes = [(layout.tokens,)] * (2 if ordered else 0) + [(space.samples, layout.merged)]
         weight_shapes = [(batch, regions, count, size), (batch, regions, size, count)]
-        indices = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in index_shapes]
-        weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in weight_shapes]
+        indices = [torch.zeros(shape, dtype=torch.int64, device=space.device) for shape in index_shapes]
+        weights = [torch.zeros(shape, dtype=space.dtype, device=space.device) for shape in weight_shapes]
         return cls.over(layout, ops, indices + weights)
 
     # Sizes are read off tensors: the compiler takes any number it finds in a hook for a constant.
@@ -80,16 +85,9 @@ class MergeMap:
         """[B, N, C] to [B, M, C]: every merged token is a mean of the tokens of its region."""
         return self.ops.merge(tokens, self.order, self.merge_weights)
 
-    def unmerge(
-        self,
-        merged: Tensor,
-        residual: Tensor | None = None,
-        entered: Tensor | None = None,
-        gap: Tensor | None = None,
-    ) -> Tensor:
-        """[B, M, C] to [B, N, C], plus the residual and the gap [B, N, C]; with `entered` [B, M, C] the change since
-        then alone."""
-        return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual, entered, gap)
+    def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
+        """[B, M, C] to [B, N, C], plus the residual [B, N, C]; with `entered` [B, M, C] the change since then alone."""
+        return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual, entered)
 
     def owners(self) -> Tensor:
         """[N] row-major index of the destination that each token of the first sample gets most of its result from."""

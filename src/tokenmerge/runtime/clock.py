@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from .timeline import Place
+
+# Denoiser calls within one step that maps and residuals are kept apart for (guidance makes two or three).
+MAX_CALLS = 4
+
 
 class Clock:
     """Where the denoising loop stands: image, step and call within the step, each counted from 0."""
@@ -12,36 +17,36 @@ class Clock:
         self.call = -1
         self.total: int | None = None  # steps of the whole schedule
         self.begin = 0  # where in the schedule this image begins (img2img)
-        self.levels: list[float] = []  # of noise, by step of the schedule
+        self._ats: list[float] = []  # under an uneven schedule, what its steps amount to
+        self._levels: list[float] = []  # of noise, by step of the schedule, where they are asked for
         self._timestep: float | None = None
 
     @property
     def now(self) -> tuple[int, int, int]:
         return self.image, self.step, self.call
 
-    @property
-    def position(self) -> float:
-        """Share of the schedule that lies behind; 0 where its length is unknown."""
-        return self.position_of(self.step) or 0.0
+    def place(self, step: int | None = None) -> Place:
+        """Where a step of this image lies in the schedule; without one, the step now."""
+        number = self.begin + (self.step if step is None else step)
+        if not self.total:
+            return Place(number, None)
+        at = self._ats[min(number, len(self._ats) - 1)] if self._ats else float(number)
+        return Place(at, at / self.total)
 
-    def position_of(self, step: int) -> float | None:
-        """Share of the schedule that lies behind at a step of this image; None where its length is unknown."""
-        return (self.begin + step) / self.total if self.total else None
-
-    def noise_level(self, step: int) -> float:
-        """The noise level of a step, or its number where levels are not known or not asked for."""
-        place = self.begin + step
-        return self.levels[place] if place < len(self.levels) else float(step)
+    def distance(self, step: int) -> float:
+        """What a step lies at for extrapolation: its noise level where asked for, else its place."""
+        number = self.begin + step
+        return self._levels[number] if number < len(self._levels) else self.place(step).at
 
     @property
     def is_over(self) -> bool:
         """Whether all steps of the schedule lie behind."""
         return self.total is not None and self.begin + self.step >= self.total
 
-    def start_image(self, total: int | None, levels: list[float] | None = None) -> None:
+    def start_image(self, total: int | None, ats: list[float] | None = None, levels: list[float] | None = None) -> None:
         self.image += 1
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
-        self.levels = levels or []
+        self._ats, self._levels = ats or [], levels or []
 
     def next_step(self) -> None:
         self.step += 1

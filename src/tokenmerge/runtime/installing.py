@@ -1,4 +1,4 @@
-"""Installs sites on the submodules of a model, and takes exactly that off again; and knows the hooks of others.
+"""Installs sites on the submodules of a model, and takes exactly that off again.
 
 No forward is copied and no module replaced: a site takes the place of a module's forward and calls the original.
 Compiled code notices a forward that was replaced, but not a hook that was added: with native hooks, `apply` after a
@@ -11,58 +11,81 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..merging.sites import Site
-
-# Hooks of diffusers' caches that see whole blocks from outside, and so full tokens; and of those that store what is
-# inside, where tokens are merged.
-OUTER_CACHES = ("fbc_", "mag_cache_")
-INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
-# Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
-_CACHE_LEADER = "fbc_leader"
-_GROUP_OFFLOAD = "group_offloading"
-# Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for whole steps, one for
-# anchors and one for merged steps, or six where it is held (first or last of a span, or inside of it): first for one
-# size, then for any, for tiles that fit and that do not, for batches of one and of more, and for blocks that are given
-# other strides.
+# Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for each thing that its
+# step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
+# tiles that fit and that do not, for batches of one and of more, and for blocks that are given other strides.
 _GRAPHS = 64
 
 
-class _Placed:
-    """A site in the place of the forward of one submodule of a block."""
+class Site(ABC):
+    """Stands in for the forward of a module. Several may stand on one module, each inside of the next."""
 
-    def __init__(self, site: Site, block: nn.Module, path: str) -> None:
-        self.site = site
-        self._block = block
+    level: int = 0  # of a UNet; levels do not share compiled code
+    retired = False  # another has taken its place
+    holds = False  # whether it leaves its module out in some steps
+    # What it stands in for: the forward of the module's class, or one of somebody else's, or of the site inside.
+    _function: Callable[..., Any]
+    _module: weakref.ref[nn.Module]
+    _inner: Callable[..., Any] | None = None
+
+    @abstractmethod
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the forward, and calls `original`."""
+
+    def original(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._inner is not None:
+            return self._inner(*args, **kwargs)
+        # A strong reference would keep a deleted model's weights until the garbage collector comes.
+        return self._function(self._module(), *args, **kwargs)
+
+    def stand_on(self, module: nn.Module, inner: Callable[..., Any] | None) -> types.MethodType:
+        """Take the place of a module's forward, or of `inner`; returns what to call instead."""
+        self._module = weakref.ref(module)
+        self._function = type(module).forward
+        self._inner = inner
+        run = _copied(type(self).run, f"run_{type(module).__name__}_{self.level}")
+        return types.MethodType(run, self)
+
+
+class Placement:
+    """All sites on one submodule of a block, in the place of its forward."""
+
+    def __init__(self, block: nn.Module, path: str, sites: Sequence[Site]) -> None:
+        self.sites = list(sites)  # from the innermost
+        self.block = block
         self._path = path
         self._place()
 
     def _place(self) -> None:
-        self._module = self._block.get_submodule(self._path)
+        self._module = self.block.get_submodule(self._path)
         self._before = vars(self._module).get("forward")
-        self.site.original = self._module.forward
-        run = _copied(type(self.site).run, f"run_{type(self._module).__name__}_{self.site.group.level}")
-        self._forward = types.MethodType(run, self.site)
-        self._module.forward = self._forward
+        forward: Any = self._before
+        for site in self.sites:
+            forward = site.stand_on(self._module, forward)
+        self._forward = forward
+        self._module.forward = forward
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         return [(holder, key) for holder, key in _forward_holders(self._module) if holder.get(key) is self._forward]
 
     def follow(self) -> None:
         """Take the place again if others have undone it: LoRA replaces linear layers, and whoever removes hooks of
-        theirs restores an older forward. Merging must not stop in silence."""
-        replaced = self._block.get_submodule(self._path) is not self._module
+        theirs restores an older forward. A technique must not stop in silence."""
+        replaced = self.block.get_submodule(self._path) is not self._module
         if replaced or not (self._places() or self._is_wrapped()):
             self.undo()
-            # A wrapper that does not tell what it wraps may still lead to the old site, which would then merge twice.
-            lost, self.site = self.site, copy.copy(self.site)
-            lost.retired = True
+            # A wrapper that does not tell what it wraps may still lead to the old sites, which would then act twice.
+            lost, self.sites = self.sites, [copy.copy(site) for site in self.sites]
+            for site in lost:
+                site.retired = True
             self._place()
 
     @property
@@ -80,52 +103,99 @@ class _Placed:
 
     def undo(self) -> None:
         for holder, key in self._places():
-            if self._before is None and holder is vars(self._module) and key == "forward":
+            if self._before is not None:
+                holder[key] = self._before
+            elif holder is vars(self._module) and key == "forward":
                 del holder[key]
             else:
-                holder[key] = self.site.original
+                holder[key] = types.MethodType(type(self._module).forward, self._module)
 
 
 class Installation:
     """What `apply` put on a model, and how to take exactly that off again."""
 
     def __init__(self) -> None:
-        compiler = torch._dynamo.config
-        compiler.recompile_limit = max(compiler.recompile_limit, _GRAPHS)
-        self._placed: list[_Placed] = []
-        self._observers: list[RemovableHandle] = []
-
-    def observe_calls(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None
-    ) -> None:
-        """Call `before(module, args, kwargs)` at the start of every call, and `after(module, args, output)` at the end
-        of those that do not fail."""
-        # Native hooks: one of diffusers' on the root would vanish under model offload.
-        self._observers.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if after is not None:
-            self._observers.append(module.register_forward_hook(after))
+        self._release = _raise_recompile_limit(self)
+        self._sites: dict[tuple[nn.Module, str], list[Site]] = {}
+        self._placements: list[Placement] = []
+        self._undo_observing: Callable[[], None] = lambda: None
 
     def add(self, site: Site, block: nn.Module, path: str = "") -> None:
-        """Put `site` in the place of the forward of the block, or of the submodule at `path` in it."""
-        self._placed.append(_Placed(site, block, path))
+        """Put `site` around the forward of the block, or of the submodule at `path` in it, and sites added before."""
+        self._sites.setdefault((block, path), []).append(site)
+
+    def install(self, denoiser: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Put all sites in their places, and observe calls of the denoiser."""
+        for (block, path), sites in self._sites.items():
+            self._placements.append(Placement(block, path, sites))
+        self._sites.clear()
+        self._undo_observing = observe_calls(denoiser, before, after)
+
+    def sites_on(self, modules: Iterable[nn.Module]) -> list[Site]:
+        """All sites on some blocks and their submodules."""
+        wanted = set(modules)
+        return [site for placement in self._placements if placement.block in wanted for site in placement.sites]
 
     def follow(self) -> None:
         """Keep up with what others have done to the model."""
-        for placed in self._placed:
-            placed.follow()
+        for placement in self._placements:
+            placement.follow()
 
     @property
     def is_shared(self) -> bool:
-        """Whether code of others runs around a site."""
-        return any(placed.is_shared for placed in self._placed)
+        """Whether code of others runs around a module that may be left out."""
+        return any(placement.is_shared for placement in self._placements if placement.sites[-1].holds)
 
     def uninstall(self) -> None:
-        for observer in self._observers:
-            observer.remove()
-        self._observers.clear()
-        for placed in reversed(self._placed):
-            placed.undo()
-        self._placed.clear()
+        self._undo_observing()
+        for placement in reversed(self._placements):
+            placement.undo()
+        self._placements.clear()
+        self._release()
+
+
+def observe_calls(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None
+) -> Callable[[], None]:
+    """Call `before(module, args, kwargs)` at the start of every call, and `after(module, args, output)` at the end of
+    those that do not fail, until the returned function is called."""
+    # Native hooks: one of diffusers' on the root would vanish under model offload.
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    if after is not None:
+        handles.append(module.register_forward_hook(after))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+class _Limit:
+    """The compiler's limit of graphs per function, raised for as long as anything is applied."""
+
+    before: int | None = None
+    users = 0
+
+
+def _raise_recompile_limit(user: object) -> Callable[[], None]:
+    """Raise it until the returned function is called, or `user` is garbage-collected, and no other user is left."""
+    compiler = torch._dynamo.config
+    if not _Limit.users and compiler.recompile_limit < _GRAPHS:
+        _Limit.before, compiler.recompile_limit = compiler.recompile_limit, _GRAPHS
+    _Limit.users += 1
+    # Runs once, whichever comes first.
+    return weakref.finalize(user, _release_recompile_limit)
+
+
+def _release_recompile_limit() -> None:
+    _Limit.users -= 1
+    compiler = torch._dynamo.config
+    # Somebody else may have set another one since.
+    if not _Limit.users and _Limit.before is not None:
+        if compiler.recompile_limit == _GRAPHS:
+            compiler.recompile_limit = _Limit.before
+        _Limit.before = None
 
 
 @functools.cache
@@ -143,31 +213,3 @@ def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     for reference in registry._fn_refs if registry is not None else ():
         yield vars(reference), "forward"
         yield vars(reference), "original_forward"
-
-
-def cache_hooks(denoiser: nn.Module) -> list[str]:
-    """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
-    names = dict.fromkeys(name for module in denoiser.modules() for name in _hook_names(module))
-    return [name for name in names if name.startswith(OUTER_CACHES + INNER_CACHES)]
-
-
-def leads_cache(block: nn.Module) -> bool:
-    """Whether a block also runs in calls in which a cache skips the others."""
-    return any(name.startswith(_CACHE_LEADER) for name in _hook_names(block))
-
-
-def is_group_offloaded(block: nn.Module) -> bool:
-    """Whether diffusers brings a block's weights to the device when the first of its group runs."""
-    return _GROUP_OFFLOAD in _hook_names(block)
-
-
-def _hook_names(module: nn.Module) -> list[str]:
-    """Of diffusers' hooks on a module."""
-    registry = vars(module).get("_diffusers_hook")
-    return [] if registry is None else list(registry.hooks)
-
-
-def runs_as_made(module: nn.Module) -> bool:
-    """Whether the forward of a module of diffusers is its own, or one around it that passes for it: not one that
-    somebody has written in its place."""
-    return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("diffusers", __package__)

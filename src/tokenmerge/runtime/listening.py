@@ -63,7 +63,7 @@ class _Heard:
             setattr(scheduler, self.method, self.before)
 
 
-def watch(scheduler: Any, listener: Listener) -> Callable[[], None]:
+def listen(scheduler: Any, listener: Listener) -> Callable[[], None]:
     """Tell `listener` of every call, until the returned function is called or the listener is gone."""
     methods = [_heard(scheduler, method) for method in _EVENTS if hasattr(scheduler, method)]
     for method in methods:

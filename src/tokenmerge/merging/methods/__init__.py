@@ -1,14 +1,13 @@
-"""Methods: how tokens are merged. One interface; a comparison changes one word of the config."""
+"""Methods: how tokens are merged. One interface; a comparison changes one word of the technique."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...config import MergeConfig
+from ...config import Merge
 from .base import Given, Method
 from .bipartite import Bipartite
 from .downsample import Pool, ToDo
-from .hold import Hold
 from .lower_bound import LowerBound
 from .toma import Toma
 
@@ -22,14 +21,11 @@ _METHODS: dict[str, Method[Any]] = {
     "pool": Pool(),
     "tomesd": Bipartite(),
     "todo": ToDo(),
-    "hold": Hold(),
-    # Merges nothing, but its plan shows what there would be to merge.
-    "none": Toma(),
 }
 
 
-def method_for(config: MergeConfig, depth: float = 0.0) -> Method[Any]:
+def method_for(technique: Merge, depth: float = 0.0) -> Method[Any]:
     """The method at a `depth` of the model, the share of its blocks that run before: ToFu's first half prunes."""
-    if config.method == "tofu":
+    if technique.method == "tofu":
         return Bipartite("prune", "pruned") if depth < 0.5 else Bipartite("mlerp", "merged")
-    return _METHODS[config.method]
+    return _METHODS[technique.method]

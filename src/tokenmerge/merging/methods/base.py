@@ -10,11 +10,12 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..clustermap import ClusterMap
-from ...config import SITES, MergeConfig
+from ...config import SITES, Merge
 from ...errors import TokenMergeError
+from ...runtime.timeline import DUE
+from ..clustermap import ClusterMap
 from ..grid import Layout, Partition, TokenGrid, layout_for, partition_grids
-from ..mergemap import MergeMap
+from ..mergemap import MapSpace, MergeMap
 from ..ops import reference
 from ..ops.reference import Rotary
 
@@ -27,7 +28,7 @@ class Given:
 
     tokens: Tensor  # [B, N, C]
     partition: Partition
-    config: MergeConfig  # settled
+    technique: Merge  # settled
     generator: torch.Generator
     shared: bool  # whether the samples of a batch must have the same destinations
     ops: ModuleType = reference
@@ -42,43 +43,34 @@ class Given:
 class Method(ABC, Generic[Map]):
     """How the layers of a group merge. It remembers nothing, and its randomness comes from the generator alone."""
 
-    REFRESHES: ClassVar[bool] = True  # whether maps follow the tokens, or are made once per image and stay
-    PER_BLOCK: ClassVar[bool] = False  # whether every block has a map of its own, made from the tokens that enter it
+    # When maps are made: as the technique's fields say, once per image, or always: every block has a map of its own then,
+    # made from the tokens that enter it.
+    RENEWS: ClassVar[str] = DUE
     GATHERS: ClassVar[bool] = False  # whether it fills rotary tables when it renews a map
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
     SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
     label: str = ""  # what tells the groups of a method apart that differs between layers
 
-    def settle(self, config: MergeConfig) -> MergeConfig:
-        """The config with what the method decides by itself; raises where it cannot do what is asked."""
-        return config
+    def settle(self, technique: Merge) -> Merge:
+        """The technique with what the method decides by itself; raises where it cannot do what is asked."""
+        return technique
 
-    # What follows is given a settled config.
+    # What follows is given a settled technique.
 
-    def needs_host(self, config: MergeConfig) -> bool:
+    def needs_host(self, technique: Merge) -> bool:
         """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
         record."""
         return False
 
-    def layout(self, token_count: int, config: MergeConfig) -> Layout:
-        return layout_for(token_count, config)
+    def layout(self, token_count: int, technique: Merge) -> Layout:
+        return layout_for(token_count, technique)
 
-    def partition(self, grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
-        return partition_grids(grids, config)
+    def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
+        return partition_grids(grids, technique)
 
     @abstractmethod
-    def empty_map(
-        self,
-        layout: Layout,
-        ops: ModuleType,
-        config: MergeConfig,
-        batch: int,
-        *,
-        shared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Map:
-        """A map of the right shapes; `shared` is whether the samples of a batch must have the same destinations."""
+    def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> Map:
+        """A map of the right shapes, to be filled."""
 
     @abstractmethod
     def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> Map:
@@ -89,7 +81,7 @@ class Method(ABC, Generic[Map]):
         """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
 
     @abstractmethod
-    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
         """Multiplications that merging itself costs in one denoiser call, in a group that merges `merges` times in
         `blocks` blocks."""
 
@@ -105,24 +97,14 @@ class LinearMethod(Method[MergeMap]):
     def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region; both have rows of sum 1."""
 
-    def making(self, layout: Layout, width: int, config: MergeConfig) -> float:
+    def making(self, layout: Layout, width: int, technique: Merge) -> float:
         """Multiplications of selection and weights, spread over their intervals."""
         return 0.0
 
-    def empty_map(
-        self,
-        layout: Layout,
-        ops: ModuleType,
-        config: MergeConfig,
-        batch: int,
-        *,
-        shared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> MergeMap:
-        kinds = (config.select_in.kind, config.merge_in.kind)
+    def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> MergeMap:
+        kinds = (technique.select_in.kind, technique.merge_in.kind)
         ordered = "tile" in kinds and kinds[1] != "whole"
-        return MergeMap.empty(layout, ops, batch, ordered=ordered, shared=shared, dtype=dtype, device=device)
+        return MergeMap.empty(layout, ops, space, ordered=ordered)
 
     def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
         return MergeMap.over(layout, ops, tensors)
@@ -135,8 +117,8 @@ class LinearMethod(Method[MergeMap]):
             destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
         merge_map.fill(given.partition, destinations, *self.weigh(given, destinations))
 
-    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
-        return self.making(layout, width, config) + 2 * merges * layout.tokens * layout.merge_count * width
+    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
+        return self.making(layout, width, technique) + 2 * merges * layout.tokens * layout.merge_count * width
 
 
 class ClusterMethod(Method[ClusterMap]):
@@ -144,23 +126,15 @@ class ClusterMethod(Method[ClusterMap]):
 
     rule: str
 
-    def settle(self, config: MergeConfig) -> MergeConfig:
-        if config.backend == "triton":
-            raise TokenMergeError(f"method {config.method!r} has no kernels; use backend='auto' or backend='reference'")
-        return config.replace(backend="reference")
+    def settle(self, technique: Merge) -> Merge:
+        if technique.backend == "triton":
+            raise TokenMergeError(
+                f"method {technique.method!r} has no kernels; use backend='auto' or backend='reference'"
+            )
+        return technique.replace(backend="reference")
 
-    def empty_map(
-        self,
-        layout: Layout,
-        ops: ModuleType,
-        config: MergeConfig,
-        batch: int,
-        *,
-        shared: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> ClusterMap:
-        return ClusterMap.empty(self.rule, layout, batch, shared=shared, device=device)
+    def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> ClusterMap:
+        return ClusterMap.empty(self.rule, layout, space)
 
     def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> ClusterMap:
         return ClusterMap(self.rule, *tensors)

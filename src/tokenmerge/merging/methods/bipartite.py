@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..clustermap import ClusterMap
-from ...config import MergeConfig
+from ...config import Merge
 from ...errors import TokenMergeError
+from ...runtime.timeline import ALWAYS
+from ..clustermap import ClusterMap
 from ..grid import Layout, Partition, TokenGrid
 from .base import ClusterMethod, Given
 
@@ -28,32 +29,32 @@ class Bipartite(ClusterMethod):
     """The tokens most like a destination join it; all others stay as they are. Matched anew for every block, on the
     tokens that enter it: one matching for all components of the block."""
 
-    PER_BLOCK = True
+    RENEWS = ALWAYS
 
     rule: str = "mean"
     label: str = ""
 
-    def settle(self, config: MergeConfig) -> MergeConfig:
-        if config.ratio > _MOST:
+    def settle(self, technique: Merge) -> Merge:
+        if technique.ratio > _MOST:
             raise TokenMergeError(
-                f"{config.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}; "
-                f"ratio is {config.ratio:g}: use {_MOST} or less, or method='toma'"
+                f"{technique.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}; "
+                f"ratio is {technique.ratio:g}: use {_MOST} or less, or method='toma'"
             )
-        if config.selection not in ("random", "uniform"):
+        if technique.selection not in ("random", "uniform"):
             raise TokenMergeError(
-                f"{config.method} takes a random token of every cell as destination, or the top left one; selection "
-                f"is {config.selection!r}: use 'random' or 'uniform', or preset={config.method!r}"
+                f"{technique.method} takes a random token of every cell as destination, or the top left one; selection "
+                f"is {technique.selection!r}: use 'random' or 'uniform', or preset={technique.method!r}"
             )
-        return super().settle(config).replace(regions="whole", merge_regions=None)
+        return super().settle(technique).replace(regions="whole", merge_regions=None)
 
-    def needs_host(self, config: MergeConfig) -> bool:
-        return config.selection == "random"
+    def needs_host(self, technique: Merge) -> bool:
+        return technique.selection == "random"
 
-    def layout(self, token_count: int, config: MergeConfig) -> Layout:
-        removed = int(token_count * config.ratio)
+    def layout(self, token_count: int, technique: Merge) -> Layout:
+        removed = int(token_count * technique.ratio)
         return Layout(token_count, token_count, token_count - removed, token_count)
 
-    def partition(self, grids: tuple[TokenGrid, ...], config: MergeConfig) -> Partition:
+    def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
         if len(grids) > 1:
             raise TokenMergeError(
                 f"a sequence of {len(grids)} images ({' + '.join(map(str, grids))} tokens) would be matched as one; "
@@ -65,19 +66,19 @@ class Bipartite(ClusterMethod):
                 f"a {grid} token grid has no {_SIDE}x{_SIDE} cell to match in; use a larger image, or method='toma'"
             )
         description = f"{_SIDE}x{_SIDE} cells, top left tokens"
-        if config.selection == "random":
+        if technique.selection == "random":
             description = f"{_SIDE}x{_SIDE} cells, random tokens (top left in odd batches)"
-        return Partition(self.layout(grid.count, config), None, None, description, grids)
+        return Partition(self.layout(grid.count, technique), None, None, description, grids)
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
         # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:
         # like the package, take no random one then.
         tokens, partition = given.tokens, given.partition
-        drawn = given.generator if given.config.selection == "random" and tokens.shape[0] % 2 == 0 else None
+        drawn = given.generator if given.technique.selection == "random" and tokens.shape[0] % 2 == 0 else None
         destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
         merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=given.shared))
 
-    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
         """Similarities of all pairs; sums and copies multiply nothing."""
         destinations = layout.tokens / _SIDE**2
         return blocks * (layout.tokens - destinations) * destinations * width

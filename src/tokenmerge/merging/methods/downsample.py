@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..clustermap import ClusterMap
-from ...config import MergeConfig
+from ...config import Merge
 from ...errors import TokenMergeError
+from ...runtime.timeline import ONCE
+from ..clustermap import ClusterMap
 from ..grid import Layout
 from .base import ClusterMethod, Given, LinearMethod
 
@@ -22,17 +23,17 @@ from .base import ClusterMethod, Given, LinearMethod
 _TOLERANCE = 0.01
 
 
-def in_cells(config: MergeConfig) -> MergeConfig:
-    """The config with cells of 1 / (1 - ratio) tokens for regions, as square as that number allows."""
-    wished = 1.0 / (1.0 - config.ratio)
-    size = max(2, round(wished)) if config.ratio else 1
+def in_cells(technique: Merge) -> Merge:
+    """The technique with cells of 1 / (1 - ratio) tokens for regions, as square as that number allows."""
+    wished = 1.0 / (1.0 - technique.ratio)
+    size = max(2, round(wished)) if technique.ratio else 1
     if abs(wished - size) > _TOLERANCE:
         raise TokenMergeError(
-            f"{config.method} keeps one token of every cell of n, so its ratio is 1 - 1/n: 0.5, 0.667, 0.75, ...; "
-            f"ratio is {config.ratio:g}: use {1 - 1 / size:.3g}"
+            f"{technique.method} keeps one token of every cell of n, so its ratio is 1 - 1/n: 0.5, 0.667, 0.75, ...; "
+            f"ratio is {technique.ratio:g}: use {1 - 1 / size:.3g}"
         )
     height = max(side for side in range(1, math.isqrt(size) + 1) if size % side == 0)
-    return config.replace(regions=f"tile:{height}x{size // height}", merge_regions=None)
+    return technique.replace(regions=f"tile:{height}x{size // height}", merge_regions=None)
 
 
 def _runs(layout: Layout) -> tuple[list[int], list[int]]:
@@ -54,12 +55,12 @@ def _regions(given: Given) -> Tensor:
 class Pool(LinearMethod):
     """Average pooling of cells, and nearest upsampling back. A cell has the position of its first token."""
 
-    REFRESHES = False
+    RENEWS = ONCE
 
-    def settle(self, config: MergeConfig) -> MergeConfig:
-        return in_cells(config)
+    def settle(self, technique: Merge) -> Merge:
+        return in_cells(technique)
 
-    def needs_host(self, config: MergeConfig) -> bool:
+    def needs_host(self, technique: Merge) -> bool:
         return True
 
     def select(self, given: Given) -> Tensor:
@@ -81,15 +82,15 @@ class ToDo(ClusterMethod):
     """Token Downsampling: keys and values of self-attention come from the first token of every cell; queries stay full,
     so nothing is unmerged. On grids that cells divide, this is downsampling by the nearest token."""
 
-    REFRESHES = False
+    RENEWS = ONCE
     KEYS_VALUES = True
     SITES = ("component",)
     rule = "prune"
 
-    def settle(self, config: MergeConfig) -> MergeConfig:
-        return in_cells(super().settle(config))
+    def settle(self, technique: Merge) -> Merge:
+        return in_cells(super().settle(technique))
 
-    def needs_host(self, config: MergeConfig) -> bool:
+    def needs_host(self, technique: Merge) -> bool:
         return True
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
@@ -102,5 +103,5 @@ class ToDo(ClusterMethod):
         places[regions] = first_places + torch.tensor(runs, device=device)
         merge_map.fill(regions[:, firsts].reshape(1, -1), regions[:, others].reshape(1, -1), places)
 
-    def spent(self, layout: Layout, width: int, config: MergeConfig, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
         return 0.0

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...config import MergeConfig
+from ...config import Merge
+from ...runtime.timeline import ONCE
 from .base import Given, LinearMethod
 
 
 class LowerBound(LinearMethod):
-    REFRESHES = False
+    RENEWS = ONCE
 
-    def needs_host(self, config: MergeConfig) -> bool:
+    def needs_host(self, technique: Merge) -> bool:
         return True
 
     def select(self, given: Given) -> Tensor:

@@ -7,7 +7,6 @@ are tested against this file. Section numbers are those of the ToMA paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -165,20 +164,6 @@ def coverage(similarity: Tensor, destinations: Tensor) -> Tensor:
     return similarity.gather(-1, index).amax(-1).sum(-1)
 
 
-def mean_coverages(tokens: Tensor, order: Tensor | None, destinations: Tensor, counts: Sequence[int]) -> Tensor:
-    """Mean cosine similarity of tokens to the best of the first destinations of their region, for each of `counts`.
-
-    tokens: [B, N, C] row-major; order: [N] or None; destinations: [S, R, k] row-major token indices in the order they
-    were chosen, S in {1, B}; counts: from 1 to k. Returns fp32 [len(counts)], means over regions and samples. Greedy
-    picks are nested, so the first destinations are those that a selection of fewer would choose.
-    """
-    sources = _directions(split_regions(tokens, order, destinations.shape[1]), "cosine")
-    pairs = sources @ _destination_directions(tokens, destinations, "cosine").transpose(-1, -2)
-    # As selection sees them, so that equal tokens have a similarity of 1 exactly.
-    pairs = with_exact_sums(torch.nan_to_num(pairs, nan=0.0))
-    return torch.stack([pairs[..., :count].amax(-1).mean() for count in counts])
-
-
 def weigh(
     tokens: Tensor,
     order: Tensor | None,
@@ -247,9 +232,8 @@ def unmerge(
     weights: Tensor,
     residual: Tensor | None = None,
     entered: Tensor | None = None,
-    gap: Tensor | None = None,
 ) -> Tensor:
-    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual and the gap, both [B, N, C].
+    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C].
 
     With `entered` [B, M, C], what merged tokens were before, only their change is unmerged. order: [N] token indices
     region by region, and inverse: [N] its inverse, or both None. They say the same; this file gathers by the one,
@@ -259,8 +243,6 @@ def unmerge(
         merged = merged - entered
     regions = weights.to(merged.dtype) @ merged.unflatten(1, (weights.shape[1], -1))
     tokens = join_regions(regions, inverse)
-    if gap is not None:
-        tokens = tokens + gap
     return tokens if residual is None else residual + tokens
 
 

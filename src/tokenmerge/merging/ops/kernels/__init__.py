@@ -9,7 +9,7 @@ Programs are small and many, since all of these are bound by memory or latency. 
 trying several at the first call would take seconds and would break the capture of CUDA graphs.
 """
 
-from ..reference import mean_coverages, pick_weights, pinv_weights
+from ..reference import pick_weights, pinv_weights
 from .common import INTERPRETED
 from .merging import merge, unmerge
 from .rotary import gather_rotary
@@ -19,7 +19,6 @@ from .weighing import weigh
 __all__ = [
     "INTERPRETED",
     "gather_rotary",
-    "mean_coverages",
     "merge",
     "pick_weights",
     "pinv_weights",

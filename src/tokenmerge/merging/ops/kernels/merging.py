@@ -80,7 +80,6 @@ def _unmerge_kernel(
     weights,
     residual,
     entered,
-    gap,
     out,
     regions,
     merged_b,
@@ -96,9 +95,6 @@ def _unmerge_kernel(
     entered_b,
     entered_m,
     entered_c,
-    gap_b,
-    gap_n,
-    gap_c,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
@@ -124,8 +120,6 @@ def _unmerge_kernel(
     if residual is not None:
         # Before the product, so that these loads are in flight during it.
         base = load_tokens(residual + sample * residual_b, indices, held, columns, residual_n, residual_c, CHANNELS)
-    if gap is not None:
-        missing = load_tokens(gap + sample * gap_b, indices, held, columns, gap_n, gap_c, CHANNELS)
     for start in range(0, COUNT, BLOCK_K):
         spots = start + tl.arange(0, BLOCK_K)
         wanted = spots < COUNT
@@ -140,8 +134,6 @@ def _unmerge_kernel(
             other=0.0,
         )
         total = tl.dot(shares.to(values.dtype), values, total, input_precision="ieee")
-    if gap is not None:
-        total += missing.to(tl.float32)
     if residual is not None:
         total += base.to(tl.float32)
     rows = sample * (regions * SIZE) + indices
@@ -168,14 +160,13 @@ def unmerge(
     weights: Tensor,
     residual: Tensor | None = None,
     entered: Tensor | None = None,
-    gap: Tensor | None = None,
 ) -> Tensor:
     """`reference.unmerge`, in one launch for regions of up to 512 tokens; the reference where a gradient is needed."""
-    if _needs_gradient(merged, weights, residual, entered, gap):
-        return reference.unmerge(merged, order, inverse, weights, residual, entered, gap)
+    if _needs_gradient(merged, weights, residual, entered):
+        return reference.unmerge(merged, order, inverse, weights, residual, entered)
     if torch.compiler.is_compiling():
-        return _unmerge_operator(merged, order, inverse, weights, residual, entered, gap)
-    return _unmerge(merged, order, inverse, weights, residual, entered, gap)
+        return _unmerge_operator(merged, order, inverse, weights, residual, entered)
+    return _unmerge(merged, order, inverse, weights, residual, entered)
 
 
 def _merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
@@ -214,15 +205,14 @@ def _unmerge(
     weights: Tensor,
     residual: Tensor | None,
     entered: Tensor | None,
-    gap: Tensor | None,
 ) -> Tensor:
     batch, _, channels = merged.shape
     _, regions, size, count = weights.shape
-    dtypes = {merged.dtype, *(tensor.dtype for tensor in (residual, gap) if tensor is not None)}
+    dtypes = {merged.dtype, merged.dtype if residual is None else residual.dtype}
     mixed = entered is not None and entered.dtype != merged.dtype
     if size > _MERGE_SIZE or mixed or not dtypes.issubset(DTYPES):
-        return reference.unmerge(merged, order, inverse, weights, residual, entered, gap)
-    out = merged.new_empty(batch, regions * size, channels, dtype=_unmerged_dtype(merged, residual, gap))
+        return reference.unmerge(merged, order, inverse, weights, residual, entered)
+    out = merged.new_empty(batch, regions * size, channels, dtype=_unmerged_dtype(merged, residual))
     block_n, block_k = _merge_blocks(size, count, merged.dtype)
     programs = batch * regions * triton.cdiv(size, block_n)
     block_c = _channel_block(programs, channels, merged.dtype)
@@ -233,14 +223,12 @@ def _unmerge(
             weights,
             residual,
             entered,
-            gap,
             out,
             regions,
             *merged.stride(),
             *weights.stride(),
             *((0, 0, 0) if residual is None else residual.stride()),
             *((0, 0, 0) if entered is None else entered.stride()),
-            *((0, 0, 0) if gap is None else gap.stride()),
             CHANNELS=channels,
             SIZE=size,
             COUNT=count,
@@ -271,10 +259,9 @@ def _unmerge_operator(
     weights: Tensor,
     residual: Tensor | None,
     entered: Tensor | None,
-    gap: Tensor | None,
 ) -> Tensor:
     # The reference's sum has the strides of the residual.
-    return _unmerge(merged, order, inverse, weights, residual, entered, gap).contiguous()
+    return _unmerge(merged, order, inverse, weights, residual, entered).contiguous()
 
 
 @_unmerge_operator.register_fake
@@ -285,10 +272,9 @@ def _(
     weights: Tensor,
     residual: Tensor | None,
     entered: Tensor | None,
-    gap: Tensor | None,
 ) -> Tensor:
     shape = merged.shape[0], weights.shape[1] * weights.shape[2], merged.shape[2]
-    return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual, entered, gap))
+    return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual, entered))
 
 
 def _channel_block(programs: int, channels: int, dtype: torch.dtype) -> int:

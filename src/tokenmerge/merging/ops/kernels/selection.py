@@ -13,7 +13,17 @@ from torch import Tensor
 
 from ...grid import split_regions
 from .. import reference
-from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, squared_norms, token_indices
+from .common import (
+    DTYPES,
+    add_products,
+    block_size,
+    finite,
+    inverse_norm,
+    load_tokens,
+    on_device_of,
+    squared_norms,
+    token_indices,
+)
 
 # Similarity in registers, in a scratch buffer of the same launch, or by the library before the launch.
 _REGISTER_SIZE = 128

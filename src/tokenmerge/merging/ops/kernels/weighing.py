@@ -13,7 +13,17 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import Rotary
-from .common import DTYPES, add_products, block_size, finite, inverse_norm, load_tokens, on_device_of, squared_norms, token_indices
+from .common import (
+    DTYPES,
+    add_products,
+    block_size,
+    finite,
+    inverse_norm,
+    load_tokens,
+    on_device_of,
+    squared_norms,
+    token_indices,
+)
 from .rotary import gather_rotary, gather_rotary_kernel, is_gathered, table_arguments
 
 # Largest regions of the kernel.

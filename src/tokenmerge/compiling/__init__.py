@@ -1,0 +1,5 @@
+"""Speed by compiling: blocks one by one, and whole denoiser calls as CUDA graphs."""
+
+from .blocks import compile, compiled_state, recordings, uncompile, unrecorded
+
+__all__ = ["compile", "compiled_state", "recordings", "uncompile", "unrecorded"]

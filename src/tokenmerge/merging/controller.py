@@ -1,0 +1,94 @@
+"""Merging: the groups of one `apply`, and what every denoiser call does in them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from ..config import Merge
+from ..errors import TokenMergeError
+from ..families.calls import DenoiserCall, TokenGrid, grid_at_level, grids_of_ids
+from ..runtime.clock import MAX_CALLS, Clock
+from ..runtime.timeline import HELD, MERGED, Step
+from .groups import MergeGroup
+from .methods import Method
+
+
+class Merging:
+    """Tells every group of layers what a call does. Sites ask it whether they act."""
+
+    def __init__(self, technique: Merge, clock: Clock) -> None:
+        self.technique = technique
+        self.groups: list[MergeGroup] = []
+        self.acts = False  # whether tokens merge in this call
+        self._clock = clock
+        self._begins = True
+
+    def add_group(self, name: str, level: int, method: Method[Any], *, shared: bool) -> MergeGroup:
+        group = MergeGroup(name, len(self.groups), method, self.technique, self._clock, level, shared)
+        self.groups.append(group)
+        return group
+
+    def begin_image(self) -> None:
+        self._begins = True
+
+    def enter(self, call: DenoiserCall, step: Step, *, waits: bool) -> None:
+        """See how tokens lie, and lay out tensors of their size. waits: whether calls wait for the device anyway."""
+        self.acts = step.kind == MERGED
+        if step.kind == HELD:
+            return
+        self._see_grids(call, waits)
+        for group in self.groups:
+            group.enter(call)
+        if not any(group.slot is not None and group.slot.merges for group in self.groups):
+            raise TokenMergeError(
+                f"at this size ratio {self.technique.ratio} removes no token in regions {self.technique.regions!r}; "
+                "use larger regions or a larger image, or remove first"
+            )
+        self._begins = False
+
+    def _see_grids(self, call: DenoiserCall, waits: bool) -> None:
+        """Tell every group how its image tokens lie."""
+        if call.ids is None:
+            for group in self.groups:
+                group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
+            return
+        # Reading ids waits for the device, so only once per image.
+        known = self.groups[0].grids
+        anew = self._begins or waits or self._clock.call >= MAX_CALLS
+        if anew or sum(grid.count for grid in known) != call.tokens:
+            known = grids_of_ids(call.ids)
+            for group in self.groups:
+                group.grids = known
+
+    def close(self) -> None:
+        self.acts = False
+
+    @property
+    def visits(self) -> int:
+        """How many merged layers ran in this call."""
+        return sum(group.visits for group in self.groups)
+
+    @property
+    def renewed(self) -> bool:
+        """Whether this call has changed a map."""
+        return any(group.renewed for group in self.groups)
+
+    # What recordings of a call must know.
+
+    def kind(self) -> Hashable | None:
+        kinds = tuple(group.kind() for group in self.groups)
+        return None if None in kinds else kinds
+
+    def done(self) -> list[tuple[int, int, int]]:
+        return [group.done for group in self.groups]
+
+    def set_done(self, done: list[tuple[int, int, int]]) -> None:
+        for group, each in zip(self.groups, done, strict=True):
+            group.done = each
+
+    def owners(self) -> list[Any]:
+        return [group.slot for group in self.groups]
+
+    def still_owns(self, owners: list[Any]) -> bool:
+        return all(group.owns(slot) for group, slot in zip(self.groups, owners, strict=True))

@@ -1,0 +1,161 @@
+"""Where a model merges: one place for every component or block, and why one does not merge if it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..config import Merge
+from ..errors import TokenMergeError
+from ..families.base import Block, Component, Family
+from ..runtime.installing import Installation
+from ..runtime.timeline import ALWAYS
+from .controller import Merging
+from .groups import MergeGroup
+from .methods import method_for
+from .sites import BlockSite, ComponentSite, EntrySite
+
+
+@dataclass(frozen=True)
+class MergePlace:
+    """One place that could merge, and why it does not if it does not."""
+
+    name: str
+    block: Block
+    component: str  # a component's name, or "block"
+    group: str  # whose maps it uses
+    depth: float  # share of the model's blocks that run before it
+    part: Component | None = None
+    skipped: str = ""
+
+
+def merge_places(denoiser: nn.Module, family: Family, technique: Merge) -> tuple[MergePlace, ...]:
+    """Every place of a denoiser, in the order they run; raises where none would merge, though some should."""
+    blocks = family.blocks(denoiser)
+    _check_method(denoiser, family, blocks, technique)
+    skipped = _skipped_blocks(blocks, technique)
+    listed = _component_places if technique.sites == "component" else _block_places
+    places = tuple(listed(blocks, skipped, technique))
+    if technique.ratio and all(place.skipped for place in places):
+        if not places:
+            raise TokenMergeError(
+                f"{type(denoiser).__name__} has no transformer blocks to merge; use Hold(what='stages'), under a "
+                "scheduler that adds no noise, such as DDIMScheduler"
+            )
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(places).items())
+        raise TokenMergeError(
+            f"no site of {type(denoiser).__name__} would merge ({reasons}); change levels, components, skip_first or "
+            "skip_last"
+        )
+    return places
+
+
+def skip_reasons(places: Iterable[MergePlace]) -> dict[str, int]:
+    return dict(Counter(place.skipped for place in places if place.skipped))
+
+
+def install_merging(
+    places: Sequence[MergePlace], merging: Merging, installation: Installation, *, shared: bool
+) -> None:
+    """Put sites on all places. shared: whether a batch shares destinations."""
+    groups: dict[str, MergeGroup] = {}
+    entered: set[str] = set()
+    for place in places:
+        method, block = method_for(merging.technique, place.depth), place.block
+        if place.group not in groups:
+            groups[place.group] = merging.add_group(place.group, block.level, method, shared=shared)
+        group, ports = groups[place.group], block.kind.ports
+        if place.part is None:
+            installation.add(BlockSite(place.name, merging, group, ports), block.module)
+            continue
+        always = method.RENEWS == ALWAYS
+        if always and block.name not in entered:
+            entered.add(block.name)
+            installation.add(EntrySite(block.name, merging, group, ports), block.module)
+        entry, leave = place.part.entry, place.part.leave or place.part.entry
+        for name in dict.fromkeys((entry, leave)):
+            ends = {"first": name == entry, "last": name == leave and not method.KEYS_VALUES}
+            site = ComponentSite(place.name, merging, group, place.part.ports, **ends, refreshes=not always)
+            installation.add(site, block.module, name)
+
+
+def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], technique: Merge) -> None:
+    """Refuse what the method, or the model, cannot do."""
+    if technique.levels is not None and family.name != "unet":
+        raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
+    method = method_for(technique)
+    method.settle(technique)
+    if technique.sites not in method.SITES:
+        raise TokenMergeError(
+            f"method {technique.method!r} cannot be applied at sites={technique.sites!r}; "
+            f"use sites={method.SITES[0]!r}, or the preset {technique.method!r}"
+        )
+    if method.KEYS_VALUES and not any(block.kind.keys_values for block in blocks):
+        raise TokenMergeError(
+            f"method {technique.method!r} leaves fewer keys than queries, and {type(denoiser).__name__} turns both by "
+            "the same rotary table; use another method, such as 'pool'"
+        )
+
+
+def _skipped_blocks(blocks: list[Block], technique: Merge) -> dict[str, str]:
+    """Reasons to leave blocks alone, by block name."""
+    if not technique.ratio:
+        return {block.name: "ratio 0 keeps every token" for block in blocks}
+    reasons: dict[str, str] = {}
+    for group in dict.fromkeys(block.group for block in blocks):
+        members = [block for block in blocks if block.group == group]
+        first = _number(technique.skip_first, len(members))
+        last = _number(technique.skip_last, len(members))
+        for place, block in enumerate(members):
+            if technique.levels is not None and 2**block.level not in technique.levels:
+                reasons[block.name] = f"{group} is not among levels {technique.levels}"
+            elif place < first:
+                reasons[block.name] = f"{_among('first', first)} of {group} (skip_first)"
+            elif place >= len(members) - last:
+                reasons[block.name] = f"{_among('last', last)} of {group} (skip_last)"
+    return reasons
+
+
+def _among(which: str, count: int) -> str:
+    return f"the {which} block" if count == 1 else f"one of the {which} {count} blocks"
+
+
+def _number(skip: int | float, members: int) -> int:
+    return skip if isinstance(skip, int) else round(skip * members)
+
+
+def _block_places(blocks: list[Block], skipped: dict[str, str], technique: Merge) -> Iterable[MergePlace]:
+    for number, block in enumerate(blocks):
+        depth = number / len(blocks)
+        group = _group(block, depth, technique)
+        yield MergePlace(block.name, block, "block", group, depth, None, skipped.get(block.name, ""))
+
+
+def _component_places(blocks: list[Block], skipped: dict[str, str], technique: Merge) -> Iterable[MergePlace]:
+    for number, block in enumerate(blocks):
+        depth = number / len(blocks)
+        group = _group(block, depth, technique)
+        shortened = {"self_attention": block.kind.keys_values}
+        for name, components in (shortened if method_for(technique).KEYS_VALUES else block.kind.components).items():
+            for part in components:
+                # Optional submodules are None in blocks that lack them.
+                if _submodule(block.module, part.entry) is None:
+                    continue
+                reason = "" if name in technique.components else f"{name} is not in components"
+                reason = skipped.get(block.name, reason)
+                yield MergePlace(f"{block.name}.{part.entry}", block, name, group, depth, part, reason)
+
+
+def _group(block: Block, depth: float, technique: Merge) -> str:
+    words = (block.group, method_for(technique, depth).label)
+    return " ".join(word for word in words if word)
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

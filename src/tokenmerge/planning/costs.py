@@ -1,0 +1,87 @@
+"""What a group of blocks costs in one denoiser call, by the paper's cost model: multiplications, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import Merge
+from ..families.base import Block
+from ..families.calls import DenoiserCall, TokenGrid, grid_at_level
+from ..merging.grid import Layout
+from ..merging.methods import method_for
+from ..merging.places import MergePlace
+
+# How the paper's 7 d^2 N + 2 d N^2 multiplications of a block divide over its components: (d^2 N, d N^2).
+_SHARES = {"self_attention": (3, 2), "cross_attention": (2, 0), "mlp": (2, 0)}
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """The layers that share one map, at one size of image, and their work in one denoiser call."""
+
+    name: str
+    blocks: int
+    merged_blocks: int
+    merges: int  # times tokens are merged and unmerged in one merged call
+    width: int
+    grid: TokenGrid
+    layout: Layout | None  # None if nothing merges
+    regions: str
+    total: float  # multiplications of a full call
+    saved: float  # of which a merged call saves
+    spent: float  # and spends on merging itself
+
+    @property
+    def merged(self) -> int:
+        """Tokens after merging."""
+        return self.layout.merged if self.layout is not None else self.grid.count
+
+
+def planned_groups(
+    blocks: Sequence[Block], places: Sequence[MergePlace], technique: Merge | None, call: DenoiserCall
+) -> list[PlannedGroup]:
+    """The groups of a model in the call that an image of some size leads to."""
+    found = []
+    for name in dict.fromkeys(block.group for block in blocks):
+        members = [block for block in blocks if block.group == name]
+        inside = {block.name for block in members}
+        merging = [place for place in places if place.block.name in inside and not place.skipped]
+        found.append(_group(name, members, merging, technique, call))
+    return found
+
+
+def _group(
+    name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall
+) -> PlannedGroup:
+    grid, width = TokenGrid(*grid_at_level(call, members[0].level)), members[0].width
+    total = len(members) * _work(tuple(_SHARES), grid.count, width)
+    # Where nothing merges a grid need not be one that could.
+    if technique is None or not places:
+        return PlannedGroup(name, len(members), 0, 0, width, grid, None, "", total, 0.0, 0.0)
+    method = method_for(technique)
+    settled = method.settle(technique)
+    partition = method.partition((grid,), settled)
+    layout = partition.layout
+    blocks = len({place.block.name for place in places})
+    saved = spent = 0.0
+    if layout.merged < layout.tokens:
+        saved = sum(_saved(place, layout, width, keys_values=method.KEYS_VALUES) for place in places)
+        spent = method.spent(layout, width, settled, blocks=blocks, merges=len(places))
+    regions = partition.description
+    return PlannedGroup(name, len(members), blocks, len(places), width, grid, layout, regions, total, saved, spent)
+
+
+def _work(components: tuple[str, ...], tokens: int, width: int) -> float:
+    """Multiplications of these components of a block on `tokens` tokens."""
+    linear = sum(_SHARES[component][0] for component in components)
+    square = sum(_SHARES[component][1] for component in components)
+    return linear * width**2 * tokens + square * width * tokens**2
+
+
+def _saved(place: MergePlace, layout: Layout, width: int, *, keys_values: bool) -> float:
+    if keys_values:
+        # Of keys or of values: a projection, and one of attention's two products, with all queries.
+        return (width**2 + width * layout.tokens) * (layout.tokens - layout.merged)
+    components = (place.component,) if place.component in _SHARES else tuple(_SHARES)
+    return _work(components, layout.tokens, width) - _work(components, layout.merged, width)

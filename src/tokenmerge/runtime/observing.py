@@ -1,0 +1,73 @@
+"""Observer: sees every call of a denoiser, refuses what cannot be served, and tells the state of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import TokenMergeError
+from ..families.base import Family
+from .foreign import runs_as_made
+from .installing import Installation
+from .state import State
+from .timeline import HELD
+
+Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
+class Observer:
+    """Stands before and after every call. It must not refer to the denoiser, which refers to it."""
+
+    def __init__(
+        self,
+        family: Family,
+        state: State,
+        installation: Installation,
+        *,
+        check: Check | None = None,  # of a call's arguments
+        held: Sequence[str] = (),  # names of the blocks or stages that are held
+        stages: bool = False,
+        check_offload: Callable[[nn.Module], None] = lambda denoiser: None,
+    ) -> None:
+        self._family = family
+        self._state = state
+        self._installation = installation
+        self._check = check
+        self._stages = stages
+        self._check_offload = check_offload
+        # The modules that run held blocks one after the other: those that have the lists which have the blocks.
+        self._loops = tuple(dict.fromkeys(".".join(name.split(".")[:-2]) for name in held))
+
+    # Outside of compiled code, which would be compiled again for every size of image.
+    @torch.compiler.disable
+    def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self._family.read(denoiser, args, kwargs)
+        if self._loops:
+            apart = self._is_between(denoiser, args, kwargs)
+            if self._stages and apart:
+                self._check_offload(denoiser)
+                raise TokenMergeError(
+                    "a hook or a forward of others acts between the stages of the UNet, which are held all together; "
+                    "use Hold(what='blocks')"
+                )
+            call = call._replace(apart=apart)
+        if self._check is not None:
+            self._check(args, kwargs)
+        self._state.enter(call)
+        if self._stages and self._state.step.kind == HELD:
+            # What was added at the full step is held with the stages.
+            self._family.between_stages(args, kwargs).clear()
+
+    @torch.compiler.disable
+    def leave(self, *_: Any) -> None:
+        self._state.leave()
+
+    def _is_between(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether something acts between held blocks in this call."""
+        if any(argument.read(args, kwargs) is not None for argument in self._family.between_blocks):
+            return True
+        loops = (denoiser.get_submodule(name) for name in self._loops)
+        return self._installation.is_shared or not all(map(runs_as_made, loops))

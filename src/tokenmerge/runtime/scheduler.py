@@ -1,0 +1,234 @@
+"""Follow a scheduler: it tells which step a denoising loop has come to, and calls of the denoiser tell the rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..config import Hold
+from ..errors import TokenMergeError
+from ..families.calls import DenoiserCall
+from .clock import MAX_CALLS, Clock
+from .listening import listen
+from .noise import adds_noise
+from .timeline import Timeline
+
+# Of a scheduler's step: how much noise it adds, where it adds none by itself.
+_NOISE_ARGUMENTS = ("eta", "s_churn")
+# The predictions of models whose time is even in their own steps; flow models' time depends on a shift.
+_EVEN_PREDICTIONS = ("epsilon", "sample", "v_prediction")
+# By how much the largest distance of timesteps may exceed the smallest before a schedule counts as uneven.
+_EVEN = 1.5
+
+
+class Follower:
+    """Keeps the clock of one `apply`, from what its scheduler and its denoiser are told."""
+
+    def __init__(self, timeline: Timeline, scheduler: Callable[[], Any], way_out_of_noise: str = "") -> None:
+        self.clock = Clock()
+        self._timeline = timeline
+        self._way_out_of_noise = way_out_of_noise  # where a scheduler that adds noise is refused
+        self._scheduler = scheduler
+        self._stop_listening: Callable[[], None] | None = None
+        self._followed: Callable[[], Any] = lambda: None
+        self._timestep: Tensor | None = None  # of the first call of the step
+        self._place: int | None = None  # of that timestep among the scheduler's, where it is known
+        self._stepped: Any = None  # the timestep that the scheduler stepped from last
+        self._inside = False  # whether a call has begun and not ended: one that fails does not
+        try:
+            self.follow()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps are told apart by reading timesteps, which waits for the device."""
+        return self._followed() is None
+
+    def enter(self, call: DenoiserCall) -> None:
+        """At the start of a denoiser call: bring the clock up to date."""
+        self.follow()
+        scheduler = self._followed()
+        if scheduler is None:
+            if self._timeline.needs_length:
+                raise TokenMergeError(
+                    "the scheduler that drove this denoiser is gone, and what a step does depends on how many there "
+                    "are; apply to the pipeline that runs"
+                )
+            self.clock.follow_timestep(float(call.timestep.flatten()[0]))
+        else:
+            self._see_call(scheduler, call)
+        # One that failed may be made again, and is the same call of its step.
+        self.clock.call += self.clock.call < 0 or not self._inside
+        self._inside = True
+
+    def leave(self) -> None:
+        """At the end of a call that did not fail."""
+        self._inside = False
+
+    def follow(self) -> None:
+        """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
+        scheduler = self._scheduler()
+        # A pipeline may be gone and its denoiser and scheduler live on in another one.
+        if scheduler is None or scheduler is self._followed():
+            return
+        if self._way_out_of_noise and adds_noise(scheduler):
+            raise self._noisy(scheduler)
+        self.close()
+        self._followed = weakref.ref(scheduler)
+        self._stop_listening = listen(scheduler, self)
+        self.timesteps_set(scheduler)
+        # A technique may be applied on the way, as by a callback of a pipeline.
+        self.clock.begin = getattr(scheduler, "begin_index", None) or 0
+        self.clock.step = max(0, (getattr(scheduler, "step_index", None) or 0) - self.clock.begin)
+
+    def close(self) -> None:
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
+
+    # What a scheduler was told.
+
+    def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        self._place, self._stepped = None, None
+        timesteps = getattr(scheduler, "timesteps", None)
+        total = None if timesteps is None else len(timesteps)
+        hold = self._timeline.hold
+        check_levels(hold, scheduler)
+        # Some schedulers keep sigmas on the device, for which reading them waits.
+        levels = scheduler.sigmas.tolist() if hold is not None and hold.extrapolate == "sigma" else None
+        self.clock.start_image(total, None if hold is None else uneven_places(scheduler), levels)
+
+    def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        self.clock.begin = scheduler.begin_index or 0
+
+    def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
+        timestep = named.get("timestep", arguments[1] if len(arguments) > 1 else None)
+        # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
+        ours = self.clock.call >= 0
+        # The very same tensor: to compare values would wait for the device, and some schedulers repeat those.
+        if isinstance(timestep, Tensor) and timestep is self._stepped:
+            if ours:
+                raise TokenMergeError(
+                    "the scheduler was stepped twice from one timestep: parts of a picture, or several, take turns, "
+                    "and their calls cannot be told apart; let one call have all of them (view_batch_size), or remove "
+                    "first"
+                )
+            # One call for a batch, and a step for each of its samples.
+            return
+        if ours and self._way_out_of_noise and any(named.get(name) for name in _NOISE_ARGUMENTS):
+            raise self._noisy(scheduler)
+        self._stepped = timestep
+        self.clock.next_step()
+
+    # What calls tell that the scheduler does not.
+
+    def _see_call(self, scheduler: Any, call: DenoiserCall) -> None:
+        if self.clock.is_over:
+            # Loops of one's own may set the timesteps once, for many images.
+            self.timesteps_set(scheduler)
+        if self.clock.call < 0:
+            self._see_place(scheduler, call.timestep)
+            self._timestep = call.timestep
+            if self.clock.step == 0:
+                self.clock.begin = self._begin(scheduler, call.timestep)
+        elif self.clock.call >= MAX_CALLS - 1 and not _same_time(call.timestep, self._timestep):
+            # Not at the first calls, since reading timesteps waits for the device.
+            raise _driven_by_another(f"{MAX_CALLS + 1} calls came without a step of the scheduler")
+
+    def _see_place(self, scheduler: Any, timestep: Tensor) -> None:
+        """See from where the timestep of a step's first call lies whether the loop still is that of the last image."""
+        timesteps = getattr(scheduler, "timesteps", None)
+        before, place = self._place, _place_in(timesteps, timestep, self._place)
+        if before is not None and place is not None and place <= before:
+            # Back to an earlier one, or to that of the step before: an image was broken off, and timesteps had been
+            # set for many. Past its first step, parts of one that take turns look alike, and are still refused.
+            turns = self._stepped if place == before and self.clock.step > 1 else None
+            self.timesteps_set(scheduler)
+            self._stepped = turns
+        elif before is not None and place is None and isinstance(timesteps, Tensor):
+            following = timesteps[before + 1 : before + 2]
+            if not len(following) or not _same_time(timestep, following):
+                raise _driven_by_another("a call came that is no step of the scheduler")
+        self._place = place
+
+    def _begin(self, scheduler: Any, timestep: Tensor) -> int:
+        """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""
+        if hasattr(scheduler, "begin_index"):
+            return scheduler.begin_index or 0
+        if not self._timeline.needs_length:
+            return 0
+        places = (scheduler.timesteps.cpu() == timestep.flatten()[0].cpu()).nonzero()
+        return int(places[0]) if len(places) else 0
+
+    def _noisy(self, scheduler: Any) -> TokenMergeError:
+        return TokenMergeError(
+            f"{type(scheduler).__name__} adds noise at its steps; held steps would leave it in the picture: "
+            f"{self._way_out_of_noise}"
+        )
+
+
+def check_levels(hold: Hold | None, scheduler: Any) -> None:
+    """Refuse to extrapolate in noise levels that a scheduler, or none, does not tell."""
+    if hold is not None and hold.extrapolate == "sigma" and not isinstance(getattr(scheduler, "sigmas", None), Tensor):
+        named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
+        raise TokenMergeError(
+            f"extrapolate='sigma' follows the sigmas of a scheduler, and {named}; use extrapolate='linear'"
+        )
+
+
+def uneven_places(scheduler: Any) -> list[float] | None:
+    """Under an uneven schedule, where its steps lie in the model's own time, in numbers of even steps.
+
+    Karras sigmas and their like put many steps where a model's time hardly moves and few where it runs: counting steps
+    would begin to hold too early, and extrapolate too far.
+    """
+    settings = getattr(scheduler, "config", None) or {}
+    timesteps = getattr(scheduler, "timesteps", None)
+    if settings.get("prediction_type") not in _EVEN_PREDICTIONS or not isinstance(timesteps, Tensor):
+        return None
+    times = timesteps.tolist()
+    # Solvers of second order have every time twice.
+    distinct = sorted(set(times), reverse=True)
+    gaps = [one - other for one, other in zip(distinct, distinct[1:], strict=False)]
+    if not gaps or max(gaps) <= max(_EVEN * min(gaps), min(gaps) + 1.0) or times[0] <= 0:
+        return None
+    return [len(times) * (1.0 - time / times[0]) for time in times]
+
+
+def _place_in(timesteps: Any, timestep: Tensor, before: int | None) -> int | None:
+    """Which of the timesteps this one is: by where it lies, if it is a view of them, as pipelines pass it on; by its
+    value, if a loop of one's own gave a number, which a family reads as float64."""
+    if not isinstance(timesteps, Tensor):
+        return None
+    if (
+        timestep.ndim == 0
+        and timestep.device.type == "cpu"
+        and timestep.dtype.itemsize == 8
+        and timestep.is_floating_point()
+    ):
+        value = float(timestep)
+        near = [place for place, time in enumerate(timesteps.tolist()) if abs(time - value) < 1.0]
+        following = 0 if before is None else before + 1
+        return following if following in near else next(iter(near), None)
+    if timesteps.device != timestep.device:
+        return None
+    if timesteps.untyped_storage().data_ptr() != timestep.untyped_storage().data_ptr():
+        return None
+    return int(timestep.storage_offset()) - int(timesteps.storage_offset())
+
+
+def _driven_by_another(fact: str) -> TokenMergeError:
+    return TokenMergeError(
+        f"{fact} that was given: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, "
+        "or apply to the denoiser alone, with techniques whose window is all steps"
+    )
+
+
+def _same_time(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two calls have the same timestep, given once or for each sample of their batch."""
+    return other is not None and one.device == other.device and bool(one.flatten()[0] == other.flatten()[0])
