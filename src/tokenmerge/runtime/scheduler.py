@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import Hold
@@ -194,7 +196,7 @@ def uneven_places(scheduler: Any) -> list[float] | None:
     times = timesteps.tolist()
     # Solvers of second order have every time twice.
     distinct = sorted(set(times), reverse=True)
-    gaps = [one - other for one, other in zip(distinct, distinct[1:], strict=False)]
+    gaps = [one - other for one, other in pairwise(distinct)]
     if not gaps or max(gaps) <= max(_EVEN * min(gaps), min(gaps) + 1.0) or times[0] <= 0:
         return None
     return [len(times) * (1.0 - time / times[0]) for time in times]
@@ -205,12 +207,7 @@ def _place_in(timesteps: Any, timestep: Tensor, before: int | None) -> int | Non
     value, if a loop of one's own gave a number, which a family reads as float64."""
     if not isinstance(timesteps, Tensor):
         return None
-    if (
-        timestep.ndim == 0
-        and timestep.device.type == "cpu"
-        and timestep.dtype.itemsize == 8
-        and timestep.is_floating_point()
-    ):
+    if timestep.ndim == 0 and timestep.dtype == torch.float64 and timestep.device.type == "cpu":
         value = float(timestep)
         near = [place for place, time in enumerate(timesteps.tolist()) if abs(time - value) < 1.0]
         following = 0 if before is None else before + 1

@@ -43,8 +43,8 @@ class Given:
 class Method(ABC, Generic[Map]):
     """How the layers of a group merge. It remembers nothing, and its randomness comes from the generator alone."""
 
-    # When maps are made: as the technique's fields say, once per image, or always: every block has a map of its own then,
-    # made from the tokens that enter it.
+    # When maps are made: as the technique's fields say, once per image, or always. Every block has a map of its own
+    # then, made from the tokens that enter it.
     RENEWS: ClassVar[str] = DUE
     GATHERS: ClassVar[bool] = False  # whether it fills rotary tables when it renews a map
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
