@@ -83,7 +83,7 @@ class Technique:
     @classmethod
     def field_docs(cls) -> dict[str, str]:
         """What every field means, from the class's own documentation."""
-        return dict(_field_docs(cls))
+        return dict(_field_docs(cls.__doc__ or ""))
 
     @classmethod
     def check_names(cls, names: Mapping[str, Any]) -> None:
@@ -287,9 +287,9 @@ TECHNIQUES: dict[str, type[Merge] | type[Hold]] = {kind.NAME: kind for kind in (
 
 
 @cache
-def _field_docs(cls: type[Technique]) -> dict[str, str]:
+def _field_docs(text: str) -> dict[str, str]:
     """The `Attributes:` section of a class's documentation, by name."""
-    _, _, section = (cls.__doc__ or "").partition("Attributes:\n")
+    _, _, section = text.partition("Attributes:\n")
     docs: dict[str, str] = {}
     name = ""
     for line in section.splitlines():

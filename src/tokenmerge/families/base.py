@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,18 +36,12 @@ class Argument:
 
 def arguments(module: type[nn.Module]) -> Callable[[str], Argument]:
     """The arguments of a module's forward, by name."""
-    positions = _positions(module)
+    _, *names = inspect.signature(module.forward).parameters
 
     def argument(name: str) -> Argument:
-        return Argument(name, positions[name])
+        return Argument(name, names.index(name))
 
     return argument
-
-
-@cache
-def _positions(module: type[nn.Module]) -> dict[str, int]:
-    _, *names = inspect.signature(module.forward).parameters
-    return {name: place for place, name in enumerate(names)}
 
 
 _LINEAR = arguments(nn.Linear)("input")

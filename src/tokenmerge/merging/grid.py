@@ -127,8 +127,8 @@ def partition_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> Partition
     if merged_in < layout.select_size:
         raise TokenMergeError(
             f"on the {_named(grids)} token grid, merge_regions {technique.merge_regions!r} have {merged_in} tokens, "
-            f"less than the {layout.select_size} of regions {technique.regions!r}: every merging region must be made of "
-            "whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
+            f"less than the {layout.select_size} of regions {technique.regions!r}: every merging region must be made "
+            "of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
         )
     if layout.merge_size == layout.tokens:
         whole = "" if layout.select_regions == 1 else ", merged in the whole image"

@@ -1,6 +1,7 @@
 """Plans: what techniques will do to a model, what that saves, and how people are told."""
 
-from .plan import Plan, PlannedGroup, make_plan
+from .costs import PlannedGroup
+from .plan import Plan, make_plan
 from .summary import Summary, told_steps
 
 __all__ = ["Plan", "PlannedGroup", "Summary", "make_plan", "told_steps"]

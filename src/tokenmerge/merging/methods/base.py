@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...config import SITES, Merge
 from ...errors import TokenMergeError
+from ...families.calls import TokenGrid
 from ...runtime.timeline import DUE
 from ..clustermap import ClusterMap
-from ..grid import Layout, Partition, TokenGrid, layout_for, partition_grids
+from ..grid import Layout, Partition, layout_for, partition_grids
 from ..mergemap import MapSpace, MergeMap
 from ..ops import reference
 from ..ops.reference import Rotary

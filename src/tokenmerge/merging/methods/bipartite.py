@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...config import Merge
 from ...errors import TokenMergeError
+from ...families.calls import TokenGrid
 from ...runtime.timeline import ALWAYS
 from ..clustermap import ClusterMap
-from ..grid import Layout, Partition, TokenGrid
+from ..grid import Layout, Partition
 from .base import ClusterMethod, Given
 
 _SIDE = 2
