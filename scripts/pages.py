@@ -1,0 +1,175 @@
+"""Writes the pages of the site that say what the code says: options and the command line.
+
+    python scripts/pages.py           # write docs/options.md and docs/command-line.md
+    python scripts/pages.py --check   # say what is out of date, and fail
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tokenmerge.config import Hold, Merge
+from tokenmerge.planning.tables import markdown
+from tokenmerge.presets import RECOMMENDED, presets
+from tokenmerge.tools.cli.main import parser
+
+DOCS = Path(__file__).parent.parent / "docs"
+MADE = "<!-- Written by scripts/pages.py from the code. Change the code, then run `make docs`. -->"
+# Words of help that look like an option, a placeholder or a typed technique.
+CODE = re.compile(r"(?<![`\w])(--[a-z][a-z-]*|@FILE)(?![`\w])")
+
+
+def options_page() -> str:
+    """The fields of both techniques, and the presets."""
+    return f"""{MADE}
+
+# Options
+
+`Merge` and `Hold` are frozen dataclasses. A wrong value raises `TokenMergeError` at once, an unknown field `TypeError`. `technique.replace(ratio=0.25)` is a copy with fields changed.
+
+## Merge
+
+{Merge.__doc__.splitlines()[0] if Merge.__doc__ else ""} See [Merging](merging.md).
+
+{_fields(Merge)}
+
+## Hold
+
+{Hold.__doc__.splitlines()[0] if Hold.__doc__ else ""} See [Holding](holding.md).
+
+{_fields(Hold)}
+
+## Presets
+
+`tokenmerge.apply(pipe, "toma-tile", ratio=0.25)` takes a preset by its name, with fields changed. `apply(pipe)` takes `{RECOMMENDED}`. [Baselines](baselines.md) says what each method does.
+
+{_presets()}
+
+## Files
+
+A `.json` or `.yaml` file holds one technique, or a list of one of each. Fields that it leaves out have the defaults above. YAML needs `pip install "tokenmerge[yaml]"`.
+
+```yaml
+- technique: merge
+  ratio: 0.5
+  skip_first: 0.25
+- technique: hold
+  every: 3
+```
+
+`tokenmerge.apply(pipe, "mine.yaml")` applies it. `technique.to_dict()` is what a file holds. `tokenmerge tune` [writes such files](tuning.md).
+"""
+
+
+def _fields(technique: type[Merge] | type[Hold]) -> str:
+    docs = technique.field_docs()
+    return markdown(
+        ["field", "default", "meaning"],
+        [[f"`{item.name}`", f"`{item.default!r}`", docs[item.name]] for item in fields(technique)],
+    )
+
+
+def _presets() -> str:
+    rows = []
+    for name, technique in presets().items():
+        default = type(technique)()
+        changed = {item.name: getattr(technique, item.name) for item in fields(technique)}
+        told = ", ".join(f"{name}={value!r}" for name, value in changed.items() if value != getattr(default, name))
+        rows.append([f"`{name}`", f"`{type(technique).__name__}({told})`"])
+    return markdown(["preset", "what it is"], rows)
+
+
+def command_line_page() -> str:
+    """Every command with its options."""
+    commands = {name: command for name, command in _commands(parser())}
+    listed = markdown(["command", ""], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())])
+    pages = "\n\n".join(_command(name, command) for name, command in commands.items())
+    return f"""{MADE}
+
+# Command line
+
+`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[eval]"` what all commands need. `tokenmerge COMMAND --help` prints what this page says.
+
+A technique is typed as `PRESET:FIELD=VALUE,...`, and ` + ` joins two: `"toma-tile:ratio=0.5 + hold:every=3"`. A step cache of diffusers may come last: `"none + mag"`. Sizes are width x height in pixels: `1024x768`.
+
+{listed}
+
+{pages}
+"""
+
+
+def _commands(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.items()
+
+
+def _about(command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from ((str(each.dest), each.help or "") for each in action._choices_actions)
+
+
+def _command(name: str, command: argparse.ArgumentParser) -> str:
+    tables = []
+    for group in command._action_groups:
+        actions = [each for each in group._group_actions if not isinstance(each, argparse._HelpAction)]
+        if not actions:
+            continue
+        rows = [[_option(each), _help(each, command)] for each in actions]
+        ours = group.title not in ("positional arguments", "options", None)
+        tables.append((f"{_sentence(str(group.title))}\n\n" if ours else "") + markdown(["option", "meaning"], rows))
+    return "\n\n".join([f"## {name}", *([_text(command.description)] if command.description else []), *tables])
+
+
+def _option(action: argparse.Action) -> str:
+    metavar = action.metavar if isinstance(action.metavar, str) else None
+    if action.choices and metavar is None:
+        metavar = "|".join(map(str, action.choices))
+    if not action.option_strings:
+        return f"`{metavar or action.dest.upper()}`"
+    if action.nargs == 0:
+        return f"`{action.option_strings[-1]}`"
+    shown = metavar or action.dest.upper().replace("_", "-")
+    return f"`{action.option_strings[-1]} {f'[{shown}]' if action.nargs == '?' else shown}`".replace("|", "\\|")
+
+
+def _help(action: argparse.Action, command: argparse.ArgumentParser) -> str:
+    values: dict[str, Any] = {**vars(action), "prog": command.prog}
+    return _text((action.help or "") % values).replace("|", "\\|")
+
+
+def _text(words: str) -> str:
+    """Help as Markdown: options as code, and nothing taken for markup."""
+    escaped = re.sub(r"([*<_])", r"\\\1", " ".join(words.split()))
+    return CODE.sub(r"`\1`", escaped)
+
+
+def _sentence(words: str) -> str:
+    return _text(words[:1].upper() + words[1:])
+
+
+def pages() -> dict[Path, str]:
+    return {DOCS / "options.md": options_page(), DOCS / "command-line.md": command_line_page()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
+    check = reader.parse_args(arguments).check
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"docs/{path.name}: {'out of date; run python scripts/pages.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
