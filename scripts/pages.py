@@ -1,7 +1,7 @@
 """Writes the pages of the site that say what the code says: options and the command line.
 
-    python scripts/pages.py           # write docs/options.md and docs/command-line.md
-    python scripts/pages.py --check   # say what is out of date, and fail
+python scripts/pages.py           # write docs/options.md and docs/command-line.md
+python scripts/pages.py --check   # say what is out of date, and fail
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def options_page() -> str:
 
 # Options
 
-`Merge` and `Hold` are frozen dataclasses. A wrong value raises `TokenMergeError` at once, an unknown field `TypeError`. `technique.replace(ratio=0.25)` is a copy with fields changed.
+`Merge` and `Hold` are frozen dataclasses. A wrong value raises `TokenMergeError` at once, an unknown field `TypeError`.
+`technique.replace(ratio=0.25)` is a copy with fields changed.
 
 ## Merge
 
@@ -47,13 +48,15 @@ def options_page() -> str:
 
 ## Presets
 
-`tokenmerge.apply(pipe, "toma-tile", ratio=0.25)` takes a preset by its name, with fields changed. `apply(pipe)` takes `{RECOMMENDED}`. [Baselines](baselines.md) says what each method does.
+`tokenmerge.apply(pipe, "toma-tile", ratio=0.25)` takes a preset by its name, with fields changed.
+`apply(pipe)` takes `{RECOMMENDED}`. [Baselines](baselines.md) says what each method does.
 
 {_presets()}
 
 ## Files
 
-A `.json` or `.yaml` file holds one technique, or a list of one of each. Fields that it leaves out have the defaults above. YAML needs `pip install "tokenmerge[yaml]"`.
+A `.json` or `.yaml` file holds one technique, or a list of one of each. Fields that it leaves out have the defaults
+above. YAML needs `pip install "tokenmerge[yaml]"`.
 
 ```yaml
 - technique: merge
@@ -63,7 +66,8 @@ A `.json` or `.yaml` file holds one technique, or a list of one of each. Fields 
   every: 3
 ```
 
-`tokenmerge.apply(pipe, "mine.yaml")` applies it. `technique.to_dict()` is what a file holds. `tokenmerge tune` [writes such files](tuning.md).
+`tokenmerge.apply(pipe, "mine.yaml")` applies it. `technique.to_dict()` is what a file holds.
+`tokenmerge tune` [writes such files](tuning.md).
 """
 
 
@@ -87,16 +91,18 @@ def _presets() -> str:
 
 def command_line_page() -> str:
     """Every command with its options."""
-    commands = {name: command for name, command in _commands(parser())}
     listed = markdown(["command", ""], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())])
-    pages = "\n\n".join(_command(name, command) for name, command in commands.items())
+    pages = "\n\n".join(_command(name, command) for name, command in _commands(parser()))
     return f"""{MADE}
 
 # Command line
 
-`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[eval]"` what all commands need. `tokenmerge COMMAND --help` prints what this page says.
+`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[eval]"` what all commands need.
+`tokenmerge COMMAND --help` prints what this page says.
 
-A technique is typed as `PRESET:FIELD=VALUE,...`, and ` + ` joins two: `"toma-tile:ratio=0.5 + hold:every=3"`. A step cache of diffusers may come last: `"none + mag"`. Sizes are width x height in pixels: `1024x768`.
+A technique is typed as `PRESET:FIELD=VALUE,...`, and ` + ` joins two:
+`"toma-tile:ratio=0.5 + hold:every=3"`. A step cache of diffusers may come last: `"none + mag"`.
+Sizes are width x height in pixels: `1024x768`.
 
 {listed}
 

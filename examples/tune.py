@@ -1,0 +1,38 @@
+"""Find settings for a budget of drift, and use them.
+
+    python examples/tune.py --budget mse=50
+
+It is `tokenmerge tune` with few candidates and small pictures. For your own model leave the defaults of that command,
+and tune at the size, steps and batch that you will use.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+import tokenmerge
+from tokenmerge.tools.cli.main import main
+from tokenmerge_models import models
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--budget", default="mse=200", help="the most drift, as in mse=200 or lpips=0.05")
+parser.add_argument("--model", default=str(models()["tiny-sdxl"]))
+parser.add_argument("--size", type=int, default=128)
+parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--candidates", type=int, default=4)
+parser.add_argument("--out", type=Path, default=Path("tuned"))
+options = parser.parse_args()
+
+searched = ["tune", "--model", options.model, "--budget", options.budget, "--size", f"{options.size}x{options.size}"]
+searched += ["--steps", str(options.steps), "--candidates", str(options.candidates), "--rungs", "1"]
+searched += ["--number", "1", "--repeats", "1", "--out", str(options.out)]
+if main(searched) != 0:
+    sys.exit("nothing met the budget; try another")
+
+pipe = DiffusionPipeline.from_pretrained(options.model).to("cuda" if torch.cuda.is_available() else "cpu")
+tokenmerge.apply(pipe, str(options.out / "preset.yaml"))
+pipe("a photo of a sunflower", height=options.size, width=options.size, num_inference_steps=options.steps)
+print(tokenmerge.summary(pipe))

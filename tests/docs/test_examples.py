@@ -1,0 +1,43 @@
+"""Every example runs, small, and draws a picture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# What each is to say, and what is to be drawn where not a single picture.
+EXPECTED = {
+    "text_to_image": ("6 blocks", None),
+    "img2img": ("held", None),
+    "controlnet": ("merged", None),
+    "lora": ("held", None),
+    "compile": ("14 blocks", None),
+    "compare": ("both", ["both.png", "held.png", "merged.png", "plain.png"]),
+    "tune": ("preset.yaml", []),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_example(name: str, tmp_path: Path) -> None:
+    said, drawn = EXPECTED[name]
+    out = tmp_path / (name if drawn is not None else f"{name}.png")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--size", "128", "--steps", "6", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout
+    for path in [out] if drawn is None else [out / each for each in drawn]:
+        assert Image.open(path).size == (128, 128)
+
+
+def test_every_example_is_listed_and_run() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == EXPECTED.keys()
+    listed = (EXAMPLES / "README.md").read_text()
+    assert [name for name in scripts if f"`{name}.py`" not in listed] == []

@@ -1,0 +1,79 @@
+"""What is installed: a small wheel, torch as its only requirement, and versions that agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tokenmerge
+
+ROOT = Path(__file__).parents[2]
+LARGEST = 1_000_000
+# Raises at `import diffusers`, and at that of everything which brings it along.
+WITHOUT = """
+import sys
+for name in ("diffusers", "transformers", "accelerate", "peft", "yaml", "PIL"):
+    sys.modules[name] = None
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(ROOT)]
+    subprocess.run([*command, "--wheel-dir", str(folder)], check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_the_wheel_is_small_and_holds_the_library_alone(wheel: Path) -> None:
+    assert wheel.stat().st_size < LARGEST
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"tokenmerge", f"tokenmerge-{tokenmerge.__version__}.dist-info"}
+    assert "tokenmerge/py.typed" in names
+    assert not [name for name in names if name.endswith((".safetensors", ".pt", ".bin"))]
+
+
+def test_torch_is_the_only_requirement(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        (metadata,) = (name for name in files.namelist() if name.endswith("METADATA"))
+        required = re.findall(r"^Requires-Dist: (.+)$", files.read(metadata).decode(), flags=re.MULTILINE)
+    # A lower bound alone, so that no torch that is there is replaced.
+    assert [each for each in required if "extra ==" not in each] == ["torch>=2.7"]
+
+
+def test_the_core_works_without_diffusers() -> None:
+    code = WITHOUT + (
+        "import tokenmerge\n"
+        "from tokenmerge import Hold, Merge\n"
+        "print(Merge(ratio=0.25).ratio, Hold().every, sorted(tokenmerge.presets())[:1])\n"
+        "try:\n"
+        "    tokenmerge.apply(object(), Hold())\n"
+        "except tokenmerge.TokenMergeError as error:\n"
+        "    print('refused:', error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("0.25 3 ['dit']\nrefused:")
+
+
+def test_versions_agree() -> None:
+    version = tokenmerge.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1] == version
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]
+    assert f"ruff=={hooks['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_workflow_runs_the_two_commands_of_readme() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
+    commands = job["strategy"]["matrix"]["command"]
+    readme = (ROOT / "README.md").read_text()
+    assert commands == re.findall(r"^make (\w+)", readme, flags=re.MULTILINE)
+    assert job["steps"][-1]["run"] == "make ${{ matrix.command }}"

@@ -1,0 +1,164 @@
+"""README and the first pages run as they stand, on a tiny SDXL pipeline saved where they name the real one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+import tiny
+import tokenmerge
+from tokenmerge.tools.cli.main import parser
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
+# Names of 0.1. Only these pages tell of them.
+GONE = ("MergeConfig", "anchor", "unet-hold", "gap_dtype", "step_ratios", "block_ratios", "coverage=", "span")
+TELL_OF_GONE = ("log.md", "upgrading.md")
+
+
+def blocks(path: Path, language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer whose vocabulary is little more than the bytes."""
+    base = CLIPTokenizer()
+    small = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
+    small.normalizer = base.backend_tokenizer.normalizer
+    small.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        end_of_word_suffix="</w>",
+        special_tokens=["<|startoftext|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    small.train_from_iterator(["a photo of a sunflower"], trainer)
+    trained = json.loads(small.to_str())["model"]
+    merges = [tuple(pair) for pair in trained["merges"]]
+    return CLIPTokenizer(vocab=trained["vocab"], merges=merges, model_max_length=16)
+
+
+def save_sdxl(folder: Path) -> Path:
+    """A tiny SDXL pipeline with text encoders."""
+    words = tokenizer()
+    config = CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=tiny.TEXT_WIDTH // 2,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        projection_dim=tiny.POOLED_WIDTH,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    pipe = tiny.build(
+        "sdxl",
+        tokenizer=words,
+        tokenizer_2=words,
+        text_encoder=CLIPTextModel(config).eval(),
+        text_encoder_2=CLIPTextModelWithProjection(config).eval(),
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sdxl(tmp_path_factory.mktemp("sdxl"))
+
+
+def run(code: list[str], saved: Path, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    names = {} if names is None else names
+    for block in code:
+        exec(compile(block.replace(MODEL, str(saved)), "README.md", "exec"), names)
+    return names
+
+
+def test_the_code_of_readme_runs(saved_pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks(README, "python")
+    assert MODEL in code[0]
+    names = run(code, saved_pipeline)
+    out = capsys.readouterr().out
+    assert "hold every 3" in out
+    assert re.search(r"\d+ full, \d+ held", out)
+    assert "_tokenmerge" not in vars(names["pipe"].unet)
+    assert torch.is_grad_enabled()
+
+
+def test_the_code_of_the_first_pages_runs(saved_pipeline: Path) -> None:
+    # Compiling takes long; examples/compile.py does it.
+    code = [block for block in blocks(DOCS / "getting-started.md", "python") if "tokenmerge.compile" not in block]
+    assert len(code) >= 4
+    names = run(code, saved_pipeline)
+    assert names["held"].size == names["image"].size
+    for page in ("merging.md", "holding.md", "index.md"):
+        run(blocks(DOCS / page, "python"), saved_pipeline, names)
+
+
+def test_the_new_calls_of_the_upgrade_guide_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (DOCS / "upgrading.md").read_text()
+    calls = re.findall(r"^\| `.*?` .*?\| `((?:apply|applied|plan|Merge|Hold)\(.*?\))`", text, flags=re.MULTILINE)
+    assert len(calls) >= 12
+    (tmp_path / "mine.yaml").write_text("technique: hold\nevery: 4\n")
+    monkeypatch.chdir(tmp_path)
+    names = {name: getattr(tokenmerge, name) for name in tokenmerge.__all__} | {"pipe": tiny.build("sdxl")}
+    for call in calls:
+        if "..." not in call and "N" not in call:
+            eval(call, names)
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 1300
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_commands_parse(page: Path) -> None:
+    """Every command that a page shows has the options that it shows."""
+    for block in blocks(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            # Results of an earlier version may stand below what ran.
+            if words[:1] == ["tokenmerge"] and "..." not in words and not any("@" in word for word in words):
+                parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_links_and_pictures_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if not target.startswith(("http", "mailto")):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_what_is_gone_has_left_the_pages(page: Path) -> None:
+    if page.name not in TELL_OF_GONE:
+        text = page.read_text()
+        assert [name for name in GONE if re.search(rf"\b{re.escape(name)}", text)] == []
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    script = ROOT / "benchmarks" / "tables.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_figure_5_can_be_drawn_anew(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "figure5.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {"fig5-tiny-flux.png", "fig5-tiny-sdxl.png"}
+    assert drawn <= {path.name for path in (DOCS / "reproduction").iterdir()}
