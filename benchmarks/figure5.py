@@ -57,15 +57,15 @@ def draw(pictures: dict[str, dict[str, Any]], times: dict[str, dict[str, Any]]) 
         )
         for record, x, y in zip(records, across, up, strict=True):
             beside = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8, "color": style["color"]}
-            numbers.append(axes.annotate(f"{record['config']['ratio']:g}", (x, y), **beside))
+            numbers.append(axes.annotate(f"{record['techniques'][0]['ratio']:g}", (x, y), **beside))
     first, timed = pictures["none"], times["none"]
     axes.axvline(
-        timed["timing"]["denoiser_seconds"], color="#777777", linestyle="--", linewidth=1, label="none (unmerged)"
+        timed["timing"]["denoiser_seconds"], color="#777777", linestyle="--", linewidth=1, label="none (plain)"
     )
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"denoiser seconds per picture, in batches of {timed['timing']['batch']}")
-    axes.set_ylabel("LPIPS to the unmerged picture, lower is better")
+    axes.set_ylabel("LPIPS to the plain picture, lower is better")
     pictures_made = f"{first['prompts']} prompts x {first['seeds']} seeds"
     told = f"{conditions(timed)};\n{pictures_made}; numbers are ratios of tokens removed"
     axes.set_title(told, fontsize=7, color="#555555", loc="left")

@@ -10,7 +10,6 @@ configurations that `tokenmerge eval` takes are in benchmarks/fronts.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,14 +18,12 @@ from typing import Any
 
 from PIL import Image
 
-from tokenmerge.tools.loading import empty_denoiser
-from tokenmerge.api import config_for
-from tokenmerge.presets import load_preset
-from tokenmerge.config import MergeConfig
-from tokenmerge.tools.evaluation.configurations import Configuration
-from tokenmerge.tools.evaluation.plots import new_plot, save_plot
-from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
+from tokenmerge.config import Techniques
 from tokenmerge.planning.tables import markdown
+from tokenmerge.presets import preset
+from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
+from tokenmerge.tools.evaluation.plots import new_plot, save_plot
+from tokenmerge.tools.typed import Configuration
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fronts"
@@ -39,31 +36,29 @@ SPEED_UPS = (1.25, 1.5, 2.0)
 SAMPLES, SIDE = 4, 192
 # Kinds of configuration, as they are drawn and told: colour, marker.
 KINDS = {
-    "ToMA as in the paper": ("#D55E00", "s"),
-    "rivals and controls": ("#999999", "v"),
-    "small tiles, no anchors": ("#E69F00", "D"),
-    "anchored": ("#0072B2", "o"),
+    "Merge: ToMA as in the paper": ("#D55E00", "s"),
+    "Merge: rivals and controls": ("#999999", "v"),
+    "Merge: small tiles": ("#E69F00", "D"),
+    "Hold": ("#0072B2", "o"),
+    "Hold: blocks alone": ("#56B4E9", "X"),
+    "Merge and Hold": ("#000000", "*"),
     "step cache of diffusers": ("#009E73", "^"),
-    "anchored, with a step cache": ("#CC79A7", "P"),
-    "held blocks": ("#000000", "*"),
-    "held stages": ("#8B0000", "X"),
+    "with a step cache": ("#CC79A7", "P"),
 }
 
 
 def kind_of(record: dict[str, Any]) -> str:
     """Which of `KINDS` a configuration is."""
-    config, cached = record["config"], record["cache"] is not None
-    if config["method"] == "none":
-        return "step cache of diffusers"
-    if config["method"] == "hold":
-        return "held stages" if config["sites"] == "stage" else "held blocks"
-    if cached:
-        return "anchored, with a step cache"
-    if config["method"] != "toma":
-        return "rivals and controls"
-    if record["label"].startswith("toma"):
-        return "ToMA as in the paper"
-    return "anchored" if config["schedule"]["anchor_every"] else "small tiles, no anchors"
+    there = {each["technique"]: each for each in record["techniques"]}
+    if record["cache"] is not None:
+        return "with a step cache" if there else "step cache of diffusers"
+    if len(there) == 2:
+        return "Merge and Hold"
+    if "hold" in there:
+        return "Hold: blocks alone" if there["hold"]["what"] == "blocks" else "Hold"
+    if there["merge"]["method"] != "toma":
+        return "Merge: rivals and controls"
+    return "Merge: ToMA as in the paper" if record["label"].startswith("toma") else "Merge: small tiles"
 
 
 def speed(record: dict[str, Any]) -> float:
@@ -75,7 +70,7 @@ def drift(record: dict[str, Any]) -> float:
 
 
 def measured(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All but the unmerged model, which drifts by nothing."""
+    """All but the plain model, which drifts by nothing."""
     return [record for record in records if DRIFT in record["metrics"]]
 
 
@@ -137,31 +132,15 @@ def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
     return markdown(header, rows)
 
 
-def _is(preset: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
-    config = load_preset(preset).replace(**changes)
-    return lambda record: record["cache"] is None and record["config"] == _as_read(config)
-
-
-def _applied(**options: Any) -> Callable[[dict[str, Any]], bool]:
-    """What `apply` makes of these options, in whatever model a record is of."""
-    return lambda record: record["cache"] is None and record["config"] == _applied_to(record["model"], **options)
-
-
-@functools.cache
-def _applied_to(model: str, **options: Any) -> dict[str, Any]:
-    return _as_read(config_for(empty_denoiser(model)[0], **options))
-
-
-def _as_read(config: MergeConfig) -> dict[str, Any]:
-    """As a record has it, where tuples are lists."""
-    return dict(json.loads(config.to_json()))
+def _is(name: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
+    techniques = Techniques.of(preset(name).replace(**changes)).to_list()
+    return lambda record: record["cache"] is None and record["techniques"] == techniques
 
 
 def _is_cache(name: str, **values: Any) -> Callable[[dict[str, Any]], bool]:
     def matches(record: dict[str, Any]) -> bool:
         cache = record["cache"]
-        given = cache is not None and cache["name"] == name and values.items() <= cache.items()
-        return bool(given) and record["config"]["method"] == "none"
+        return not record["techniques"] and cache is not None and {"name": name, **values}.items() <= cache.items()
 
     return matches
 
@@ -174,13 +153,12 @@ _CHOICES = {
     "the paper's `toma` at ratio 0.5": _is("toma", ratio=0.5),
     "the paper's `toma-tile` at ratio 0.5": _is("toma-tile", ratio=0.5),
     "the `tomesd` package's method at ratio 0.5": _is("tomesd", ratio=0.5),
-    "small tiles at every step (`unet`, `dit`), ratio 0.5": _any(_is("unet", ratio=0.5), _is("dit", ratio=0.5)),
-    "`apply(pipe, ratio=0.75)`": _applied(ratio=0.75),
+    "small tiles (`unet`, `dit`) at ratio 0.5": _any(_is("unet", ratio=0.5), _is("dit", ratio=0.5)),
     "MagCache of diffusers, at most one skip": _is_cache("mag", max_skip_steps=1),
     "MagCache of diffusers, at most three skips": _is_cache("mag", max_skip_steps=3),
-    "`apply(pipe, anchor_every=2)`": _applied(anchor_every=2),
-    "**`apply(pipe)`**": _applied(),
-    "`apply(pipe, anchor_every=5)`": _applied(anchor_every=5),
+    "`Hold(every=2)`": _is("hold", every=2),
+    "**`Hold()`**, what `apply(pipe)` does": _is("hold"),
+    "`Hold(every=5)`": _is("hold", every=5),
 }
 _HEADER = ["configuration", "denoiser speed-up", "LPIPS ↓", "MSE ↓", "FID ↓"]
 
@@ -209,7 +187,7 @@ def _told(records: Sequence[dict[str, Any]]) -> str:
     fid = first["metrics"].get("fid")
     return (
         f"{conditions(first)}; {first['prompts']} prompts x {first['seeds']} seeds, time in batches of "
-        f"{first['timing']['batch']}." + (f" FID to photographs; unmerged it is {fid['mean']:.1f}." if fid else "")
+        f"{first['timing']['batch']}." + (f" FID to photographs; plain it is {fid['mean']:.1f}." if fid else "")
     )
 
 
@@ -231,32 +209,28 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     # Nine to a decade would lie on top of each other.
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    axes.set_xlabel("speed-up of the denoiser over the unmerged model")
-    axes.set_ylabel("LPIPS to the unmerged picture, lower is better")
+    axes.set_xlabel("speed-up of the denoiser over the plain model")
+    axes.set_ylabel("LPIPS to the plain picture, lower is better")
     axes.set_title(textwrap.fill(_told(records), 110), fontsize=7, color="#555555", loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     save_plot(drawn, path)
 
 
 def draw_strip(evaluation: Path, wish: float) -> Path:
-    """Pictures of an evaluation: unmerged, and what drifts least of every kind at a speed-up."""
+    """Pictures of an evaluation: plain, and what drifts least of every kind at a speed-up."""
     records = read(evaluation / "results.jsonl")
-    unmerged, (width, _) = records[0], records[0]["size"]
-    columns = {"unmerged": unmerged, **nearest_to(wish, records)}
-    folders = {kind: evaluation / "images" / _folder(record) for kind, record in columns.items()}
-    names = sorted(path.name for path in folders["unmerged"].iterdir())
+    plain, (width, _) = records[0], records[0]["size"]
+    columns = {"plain": plain, **nearest_to(wish, records)}
+    folders = {kind: evaluation / "images" / Configuration(each["label"]).folder for kind, each in columns.items()}
+    names = sorted(path.name for path in folders["plain"].iterdir())
     rows = []
     for place, name in enumerate(names[:: max(1, len(names) // SAMPLES)][:SAMPLES]):
         titles = [_title(kind, record) if place == 0 else ("", "") for kind, record in columns.items()]
         pictures = [Image.open(folder / name) for folder in folders.values()]
         rows.append([Panel(picture, *title) for picture, title in zip(pictures, titles, strict=True)])
-    path = PLOTS / f"strip-{unmerged['model']}-{width}.jpg"
+    path = PLOTS / f"strip-{plain['model']}-{width}.jpg"
     save_picture(strip(rows, side=SIDE), path)
     return path
-
-
-def _folder(record: dict[str, Any]) -> str:
-    return Configuration(record["label"], MergeConfig()).folder
 
 
 def _title(kind: str, record: dict[str, Any]) -> tuple[str, str]:

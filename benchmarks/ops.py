@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenmerge import MergeConfig
+from tokenmerge import Merge
 from tokenmerge.merging.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
-from tokenmerge.tools.measure import captured, environment
 from tokenmerge.merging.ops import backend_for, reference
 from tokenmerge.merging.ops.reference import Rotary
+from tokenmerge.tools.measure import captured, environment
 
 # Batch, grid and channels of a layer. Flux has rotary tables.
 CASES = {
@@ -122,7 +122,7 @@ def build_problem(
     name: str, regions: str, ratio: float, dtype: torch.dtype, device: torch.device, sets: int
 ) -> Problem:
     batch, grid, channels = CASES[name]
-    partition = partition_grids((grid,), MergeConfig(ratio=ratio, regions=regions)).to(device)
+    partition = partition_grids((grid,), Merge(ratio=ratio, regions=regions)).to(device)
     layout, order = partition.layout, partition.order
     generator = torch.Generator(device).manual_seed(0)
     made = []

@@ -18,20 +18,22 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fronts
 import ops
 
-from tokenmerge import bench
-from tokenmerge.presets import load_preset, presets
+from tokenmerge.planning.tables import markdown
+from tokenmerge.presets import preset
+from tokenmerge.tools import bench
 from tokenmerge.tools.paper.inquiries import OVERLAP_PRESET
 from tokenmerge.tools.paper.locality import locality_cells
 from tokenmerge.tools.paper.maptimes import map_table
 from tokenmerge.tools.paper.overlap import overlap_cells
 from tokenmerge.tools.quality.metrics import METRICS, Metric
-from tokenmerge.planning.tables import markdown
+from tokenmerge.tools.typed import read_typed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,33 +55,38 @@ def bench_tables(names: list[str]) -> str:
 
 
 def speed_table(names: list[str]) -> str:
-    """Speed-up over the unpatched denoiser of the same comparison, by ratio."""
+    """Speed-up over the plain denoiser of the same comparison, by ratio."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for file in names:
         for record in read([file]):
-            # Not with the unpatched denoiser of another run.
+            # Not with the plain denoiser of another run.
             key = (file, *(record[name] for name in ("model", "width", "height", "batch", "mode")))
             groups.setdefault(key, []).append(record)
-    cells: dict[tuple[str, ...], dict[float, str]] = {}
+    cells: dict[tuple[str, ...], dict[float | None, str]] = {}
     for (_, model, width, height, batch, mode), records in groups.items():
         rows = bench.pool(records)
         for row in rows:
-            if row.config is None or row.config["method"] == "lower-bound":
+            merge = next((each for each in row.record["techniques"] if each["technique"] == "merge"), None)
+            if not row.record["techniques"] or (merge and merge["method"] == "lower-bound"):
                 continue
-            sites = {"component": "per component", "block": "once per block", "span": "once per span"}
-            # A label ends with the ratio, but for held blocks, which have none.
-            held = row.config["method"] == "hold"
-            preset = row.record["label"] if held else row.record["label"].rpartition(" ")[0]
-            told = f"`{preset}`" if held else f"`{preset}`, {sites[row.config['sites']]}"
-            if preset in presets() and (skipped := row.config["skip_first"]) != load_preset(preset).skip_first:
-                told += f", `skip_first={skipped}`"
-            where = (model, f"{width}x{height}", str(batch), mode, told)
-            cells.setdefault(where, {})[row.config["ratio"]] = f"{bench.speed_up(row, rows):.2f}x"
-    ratios = sorted({ratio for found in cells.values() for ratio in found})
-    # Held blocks run no token.
-    columns = ["held" if ratio == 1 else f"ratio {ratio:g}" for ratio in ratios]
-    header = ["model", "size", "batch", "mode", "preset", *columns]
+            where = (model, f"{width}x{height}", str(batch), mode, _without_ratio(row.record["label"], merge))
+            ratio = merge["ratio"] if merge else None
+            cells.setdefault(where, {})[ratio] = f"{bench.speed_up(row, rows):.2f}x"
+    ratios = sorted({ratio for found in cells.values() for ratio in found}, key=lambda ratio: ratio or 0.0)
+    # Holding has no ratio.
+    columns = ["speed-up" if ratio is None else f"ratio {ratio:g}" for ratio in ratios]
+    header = ["model", "size", "batch", "mode", "technique", *columns]
     return markdown(header, [[*where, *(found.get(ratio, "") for ratio in ratios)] for where, found in cells.items()])
+
+
+def _without_ratio(label: str, merge: dict[str, Any] | None) -> str:
+    """A technique as typed, its ratio left out, and where it merges."""
+    parts = []
+    for part in read_typed(label).parts:
+        fields = {name: value for name, value in part.fields.items() if name != "ratio"}
+        parts.append(str(replace(part, fields=fields)))
+    told = f"`{' + '.join(parts)}`"
+    return f"{told}, {'per component' if merge['sites'] == 'component' else 'once per block'}" if merge else told
 
 
 def ops_table(names: list[str]) -> str:
@@ -136,7 +143,7 @@ def maps_table(names: list[str]) -> str:
 
 
 def overlap_table(names: list[str]) -> str:
-    interval = load_preset(OVERLAP_PRESET).schedule.destinations_every
+    interval = preset(OVERLAP_PRESET).destinations_every
     return markdown(*overlap_cells(read(names), interval))
 
 
