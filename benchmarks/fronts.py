@@ -33,11 +33,11 @@ DRIFT = "lpips"
 YARDSTICK = "toma:ratio=0.5"
 SPEED_UPS = (1.25, 1.5, 2.0)
 # Of a strip: pictures of every configuration, and their sides in pixels.
-SAMPLES, SIDE = 4, 192
+SAMPLES, SIDE = 4, 160
 # Kinds of configuration, as they are drawn and told: colour, marker.
 KINDS = {
-    "Merge: ToMA as in the paper": ("#D55E00", "s"),
-    "Merge: rivals and controls": ("#999999", "v"),
+    "Merge: paper's ToMA": ("#D55E00", "s"),
+    "Merge: rivals, controls": ("#999999", "v"),
     "Merge: small tiles": ("#E69F00", "D"),
     "Hold": ("#0072B2", "o"),
     "Hold: blocks alone": ("#56B4E9", "X"),
@@ -57,8 +57,8 @@ def kind_of(record: dict[str, Any]) -> str:
     if "hold" in there:
         return "Hold: blocks alone" if there["hold"]["what"] == "blocks" else "Hold"
     if there["merge"]["method"] != "toma":
-        return "Merge: rivals and controls"
-    return "Merge: ToMA as in the paper" if record["label"].startswith("toma") else "Merge: small tiles"
+        return "Merge: rivals, controls"
+    return "Merge: paper's ToMA" if record["label"].startswith("toma") else "Merge: small tiles"
 
 
 def speed(record: dict[str, Any]) -> float:
