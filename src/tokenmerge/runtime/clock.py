@@ -30,8 +30,10 @@ class Clock:
         number = self.begin + (self.step if step is None else step)
         if not self.total:
             return Place(number, None)
-        at = self._ats[min(number, len(self._ats) - 1)] if self._ats else float(number)
-        return Place(at, at / self.total)
+        if not self._ats:
+            return Place(float(number), number / self.total)
+        at, following = (self._ats[min(each, len(self._ats) - 1)] for each in (number, number + 1))
+        return Place(at, at / self.total, following - at)
 
     def distance(self, step: int) -> float:
         """What a step lies at for extrapolation: its noise level where asked for, else its place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +24,7 @@ _NOISE_ARGUMENTS = ("eta", "s_churn")
 # The predictions of models whose time is even in their own steps; flow models' time depends on a shift.
 _EVEN_PREDICTIONS = ("epsilon", "sample", "v_prediction")
 # By how much the largest distance of timesteps may exceed the smallest before a schedule counts as uneven.
-_EVEN = 1.5
+_EVEN = 3.0
 
 
 class Follower:
@@ -109,7 +110,9 @@ class Follower:
         self.clock.begin = scheduler.begin_index or 0
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
-        timestep = named.get("timestep", arguments[1] if len(arguments) > 1 else None)
+        _, *names = inspect.signature(type(scheduler).step).parameters
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
         # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
         ours = self.clock.call >= 0
         # The very same tensor: to compare values would wait for the device, and some schedulers repeat those.
@@ -122,7 +125,7 @@ class Follower:
                 )
             # One call for a batch, and a step for each of its samples.
             return
-        if ours and self._way_out_of_noise and any(named.get(name) for name in _NOISE_ARGUMENTS):
+        if ours and self._way_out_of_noise and any(given.get(name) for name in _NOISE_ARGUMENTS):
             raise self._noisy(scheduler)
         self._stepped = timestep
         self.clock.next_step()

@@ -8,6 +8,8 @@ from ..config import Hold, Merge
 
 # The kinds of step: on all tokens, on fewer, or not at all.
 FULL, MERGED, HELD = "full", "merged", "held"
+# Steps nearer to each other than this, in even steps, are alike even where a picture begins.
+_NEAR = 0.15
 # When a method makes its maps: as fields say, once per image, or in every call.
 DUE, ONCE, ALWAYS = "due", "once", "always"
 
@@ -17,6 +19,7 @@ class Place(NamedTuple):
 
     at: float
     position: float | None  # share of the schedule that lies behind, if its length is known
+    to_next: float = 1.0  # how far the next step is
 
 
 class Step(NamedTuple):
@@ -48,9 +51,15 @@ class Timeline:
         """What a step does. kept: the last step of this image whose residuals were kept, if there is one."""
         position = now.position or 0.0
         runs = MERGED if self.merge is not None and self.merge.covers(position) else FULL
-        if self.hold is None or not may_hold or not self.hold.covers(position):
+        hold = self.hold
+        if hold is None or not may_hold or position >= hold.stop:
             return Step(runs)
-        if kept is None or now.at - kept.at >= _distance(self.hold, kept):
+        if position < hold.start:
+            # Under an uneven schedule several steps may lie in one place.
+            if kept is not None and 0.0 < now.at - kept.at < _NEAR:
+                return Step(HELD)
+            return Step(runs, keeps=0.0 < now.to_next < _NEAR)
+        if kept is None or (kept.position or 0.0) < hold.start or now.at - kept.at >= _distance(hold, kept):
             return Step(runs, keeps=True)
         return Step(HELD)
 
