@@ -62,6 +62,8 @@ def resolve(technique: Any, fields: Mapping[str, Any]) -> Techniques:
         return Techniques.of(_PRESETS[RECOMMENDED])
     if isinstance(technique, str | Path):
         return read_file(Path(technique))
+    if isinstance(technique, Techniques):
+        return technique
     listed = technique if isinstance(technique, Sequence) else [technique]
     for each in listed:
         if not isinstance(each, Merge | Hold):
@@ -122,7 +124,7 @@ def _one(data: Any) -> Merge | Hold:
         raise TokenMergeError(
             "it is a config of tokenmerge 0.1; its new form is " + json.dumps(new_form(values)) + " (docs/upgrading.md)"
         )
-    if kind not in TECHNIQUES:
+    if not isinstance(kind, str) or kind not in TECHNIQUES:
         raise TokenMergeError(f"technique is {kind!r}; it must be one of {', '.join(TECHNIQUES)}. {_EXAMPLE}")
     try:
         TECHNIQUES[kind].check_names(values)
@@ -133,21 +135,23 @@ def _one(data: Any) -> Merge | Hold:
 
 def new_form(old: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
     """What a config of version 0.1 would be written as now. What is gone is left out; anchors become `Hold`."""
-    values = {**{name: value for name, value in old.items() if name != "schedule"}, **(old.get("schedule") or {})}
-    every = values.pop("anchor_every", 0)
-    window = {name: values[name] for name in ("start", "stop") if name in values}
+    schedule = old.get("schedule")
+    values = {**old, **(schedule if isinstance(schedule, Mapping) else {})}
+    if values.get("method") == "none":
+        return {"technique": "merge", "ratio": 0.0}
+    every = values.get("anchor_every")
+    # Version 0.1 had no window where none was given.
+    window = {"start": values.get("start", 0.0), **({"stop": values["stop"]} if "stop" in values else {})}
     hold: dict[str, Any] = {"technique": "hold", **({"every": every} if every else {}), **window}
     if values.get("gap") == "sigma":
         hold["extrapolate"] = "sigma"
     if values.get("method") == "hold":
         return {**hold, "what": "stages" if values.get("sites") == "stage" else "blocks"}
-    known = Merge.field_docs()
-    default = Merge()
-    merge = {name: value for name, value in values.items() if name in known and value != getattr(default, name)}
-    if merge.get("sites") == "span":
-        del merge["sites"]
-    if isinstance(merge.get("components"), list) and tuple(merge["components"]) == default.components:
-        del merge["components"]
+    default = Merge().to_dict()
+    merge = {name: value for name, value in values.items() if name in default and value != default[name]}
+    if merge.get("sites") != "component":
+        # Spans are gone, and components of blocks never counted.
+        merge = {name: value for name, value in merge.items() if name not in ("sites", "components")}
     merge = {"technique": "merge", **merge}
     return [merge, hold] if every else merge
 
@@ -158,10 +162,7 @@ def _is_file(technique: str | Path) -> bool:
 
 def _misplaced(technique: Any, fields: Mapping[str, Any]) -> TypeError:
     """Fields without the name of a preset, with what to write instead."""
-    told = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    holds = fields.keys() <= Hold.field_docs().keys() and not fields.keys() <= {"start", "stop"}
-    cls, name = (Hold, "hold") if holds else (Merge, "toma")
-    unknown = sorted(fields.keys() - cls.field_docs().keys())
+    unknown = [name for name in fields if all(name not in cls.field_docs() for cls in TECHNIQUES.values())]
     if unknown:
         near = did_you_mean(unknown[0], [*Merge.field_docs(), *Hold.field_docs()])
         return TypeError(f"no technique has a field {unknown[0]!r}{near}; see help(tokenmerge.Merge) and Hold")
@@ -171,7 +172,18 @@ def _misplaced(technique: Any, fields: Mapping[str, Any]) -> TypeError:
         fact = "fields do not go with a file: write them into it"
     else:
         fact = "fields do not go with a technique that is made already: give them to its class"
-    return TypeError(f"{fact}; write apply(pipe, {cls.__name__}({told})) or apply(pipe, {name!r}, {told})")
+    asked = {cls: _told(fields, cls) for cls in ((Hold, Merge) if isinstance(technique, Hold) else (Merge, Hold))}
+    for cls, told in asked.items():
+        if fields.keys() <= cls.field_docs().keys():
+            name = {Merge: "toma", Hold: "hold"}[cls]
+            return TypeError(f"{fact}; write apply(pipe, {cls.__name__}({told})) or apply(pipe, {name!r}, {told})")
+    both = ", ".join(f"{cls.__name__}({told})" for cls, told in asked.items())
+    return TypeError(f"{fact}; write apply(pipe, [{both}])")
+
+
+def _told(fields: Mapping[str, Any], cls: type[Merge] | type[Hold]) -> str:
+    """The fields of one technique, as they are written."""
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items() if name in cls.field_docs())
 
 
 def _parse_json(text: str) -> Any:
