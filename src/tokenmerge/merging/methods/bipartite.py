@@ -44,7 +44,7 @@ class Bipartite(ClusterMethod):
         if technique.selection not in ("random", "uniform"):
             raise TokenMergeError(
                 f"{technique.method} takes a random token of every cell as destination, or the top left one; selection "
-                f"is {technique.selection!r}: use 'random' or 'uniform', or preset={technique.method!r}"
+                f"is {technique.selection!r}: use 'random' or 'uniform', or the preset {technique.method!r}"
             )
         return super().settle(technique).replace(regions="whole", merge_regions=None)
 
