@@ -247,6 +247,18 @@ def test_each_pick_is_the_best_one_left() -> None:
             assert values[picks[turn]] >= max(values.values()) - 1e-5
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("spec", ["whole", "tile:4x4", "stripe:4"])
+def test_a_selection_of_fewer_begins_one_of_more(spec: str, shared: bool) -> None:
+    values = torch.randn(3, 64, 6, generator=torch.Generator().manual_seed(0))
+    partition = partition_grids((TokenGrid(8, 8),), Merge(ratio=0.25, regions=spec))
+    regions_count, most = partition.layout.select_regions, partition.layout.select_count
+    chosen = reference.select(values, partition.order, regions_count, most, shared=shared)
+    for count in (1, 2, most // 2):
+        fewer = reference.select(values, partition.order, regions_count, count, shared=shared)
+        assert torch.equal(fewer, chosen[..., :count])
+
+
 def test_ties_go_to_the_lowest_index() -> None:
     assert reference.select_destinations(torch.ones(1, 1, 6, 6), 3).tolist() == [[[0, 1, 2]]]
 

@@ -20,24 +20,31 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
-from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge import Merge, TokenMergeError
+from tokenmerge.config import COMPONENTS, METHODS
+from tokenmerge.families.calls import TokenGrid
 from tokenmerge.merging.clustermap import RULES, ClusterMap
-from tokenmerge.config import METHODS
-from tokenmerge.merging.grid import TokenGrid
+from tokenmerge.merging.mergemap import MapSpace
 from tokenmerge.merging.methods import Given, method_for
 from tokenmerge.merging.methods.bipartite import match, split_cells
 from tokenmerge.merging.ops import reference
 from traces import attributes, same
 
 KINDS = ("sdxl", "sd3", "flux")
-# All that merge: `hold` is tested with anchors. ToDo leaves fewer keys than queries, and Flux turns both by one table.
-MERGING = [method for method in METHODS if method not in ("none", "hold")]
-PAIRS = [pair for pair in itertools.product(MERGING, KINDS) if pair != ("todo", "flux")]
+# ToDo leaves fewer keys than queries, and Flux turns both by one table.
+PAIRS = [pair for pair in itertools.product(METHODS, KINDS) if pair != ("todo", "flux")]
 BLOCK_PAIRS = [pair for pair in PAIRS if pair[0] in ("tomesd", "tofu", "pool")]
 
 
-def apply(pipe: Any, method: str, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, method=method, **{**tiny.PLAIN, "ratio": 0.5, "skip_first": 0, **options})
+def merge_by(method: str, **fields: Any) -> Merge:
+    """A method, at the sites its authors have."""
+    base = tokenmerge.presets()[method] if method in ("tomesd", "tofu", "todo") else Merge(method=method)
+    assert isinstance(base, Merge)
+    return base.replace(**{"ratio": 0.5, **fields})
+
+
+def apply(pipe: Any, method: str, **fields: Any) -> Any:
+    return tokenmerge.apply(pipe, merge_by(method, **fields))
 
 
 def run_unet(unet: nn.Module, size: tuple[int, int] = (32, 32), samples: slice = slice(None)) -> list[Tensor]:
@@ -149,19 +156,19 @@ def test_maps_are_made_as_often_as_a_method_needs(method: str, selected: int) ->
     assert {group["selected"] for group in tokenmerge.summary(pipe).groups} == {selected}
 
 
-@pytest.mark.parametrize("sites", ["block", "span"])
 @pytest.mark.parametrize(("method", "kind"), BLOCK_PAIRS)
-def test_baselines_merge_whole_blocks_and_spans_too(method: str, kind: str, sites: str) -> None:
+def test_baselines_merge_whole_blocks_too(method: str, kind: str) -> None:
     pipe = tiny.build(kind)
     unpatched = tiny.draw(pipe)
-    merged = tiny.draw(apply(pipe, method, sites=sites))
+    whole = {"sites": "block", "components": COMPONENTS}
+    merged = tiny.draw(apply(pipe, method, **whole))
     assert merged.isfinite().all()
     assert not torch.equal(merged, unpatched)
 
 
 @pytest.mark.parametrize(("method", "kind"), PAIRS)
 def test_a_plan_says_what_a_method_saves_and_spends(method: str, kind: str) -> None:
-    plan = tokenmerge.plan(tiny.build(kind), height=64, width=96, method=method, ratio=0.5)
+    plan = tokenmerge.plan(tiny.build(kind), merge_by(method), height=64, width=96)
     assert str(plan).splitlines()[0].startswith(f"{plan.model} ({plan.family}): {method} at ratio 0.5")
     assert 0 < plan.saved < 1
     assert (plan.spent == 0) == (method == "todo")
@@ -169,19 +176,10 @@ def test_a_plan_says_what_a_method_saves_and_spends(method: str, kind: str) -> N
 
 @pytest.mark.parametrize("name", ["tomesd", "tofu", "todo", "pool", "random", "uniform"])
 def test_every_method_is_a_preset(name: str) -> None:
-    config = tokenmerge.presets()[name]
-    assert config.method == name
-    pipe = tokenmerge.apply(tiny.build("sdxl"), preset=name)
+    assert tokenmerge.presets()[name].method == name
+    pipe = tokenmerge.apply(tiny.build("sdxl"), name)
     assert {group["group"].split()[0] for group in tokenmerge.summary(pipe).groups} == {"level-2", "level-4"}
     assert tiny.draw(pipe, steps=1).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["tomesd", "tofu", "todo"])
-def test_a_baseline_by_itself_is_its_preset_and_a_config_is_taken_as_it_is(name: str) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), method=name)
-    assert tokenmerge.summary(pipe).plan.config == tokenmerge.presets()[name]
-    config = tokenmerge.presets()["toma"].replace(selection="uniform", ratio=0.5, method=name)
-    assert tokenmerge.summary(tokenmerge.apply(pipe, config)).plan.config == config
 
 
 @pytest.mark.parametrize("selection", ["random", "uniform"])
@@ -207,13 +205,13 @@ def test_a_seed_decides_random_patterns_in_even_batches() -> None:
     [
         ("sdxl", "tomesd", {"ratio": 0.8}, "removes at most 0.75"),
         ("flux", "tofu", {"ratio": 0.76}, "removes at most 0.75"),
-        ("sdxl", "tomesd", {"selection": "graph-cut"}, "use 'random' or 'uniform'"),
+        ("sdxl", "tomesd", {"selection": "graph-cut"}, "use 'random' or 'uniform', or the preset 'tomesd'"),
         ("sdxl", "tomesd", {"backend": "triton"}, "no kernels"),
         ("sdxl", "todo", {"backend": "triton"}, "no kernels"),
         ("sdxl", "pool", {"ratio": 0.25}, "ratio is 0.25: use 0.5"),
         ("flux", "pool", {"ratio": 0.6}, "ratio is 0.6: use 0.5"),
         ("sd3", "todo", {"ratio": 0.7}, "ratio is 0.7: use 0.667"),
-        ("sdxl", "todo", {"sites": "block"}, "use sites='component', or preset='todo'"),
+        ("sdxl", "todo", {"sites": "block", "components": COMPONENTS}, "use sites='component', or the preset 'todo'"),
         ("sdxl", "todo", {"components": ("mlp",)}, "no site .* self_attention is not in components"),
         ("flux", "todo", {}, "same rotary table"),
     ],
@@ -227,12 +225,12 @@ def test_what_a_method_cannot_do_is_refused(kind: str, method: str, options: dic
 
 
 def test_a_grid_without_cells_and_several_images_are_refused() -> None:
-    config = MergeConfig(method="tomesd", selection="uniform")
-    method = method_for(config)
+    technique = Merge(method="tomesd", selection="uniform")
+    method = method_for(technique)
     with pytest.raises(TokenMergeError, match="no 2x2 cell"):
-        method.partition((TokenGrid(1, 64),), config)
+        method.partition((TokenGrid(1, 64),), technique)
     with pytest.raises(TokenMergeError, match="2 images"):
-        method.partition((TokenGrid(8, 8), TokenGrid(8, 8)), config)
+        method.partition((TokenGrid(8, 8), TokenGrid(8, 8)), technique)
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
@@ -316,7 +314,7 @@ def test_tomesd_equals_the_package(components: tuple[str, ...], ratio: float, si
     tomesd.apply_patch(unet, ratio=ratio, max_downsample=4, use_rand=False, merge_crossattn=every, merge_mlp=every)
     expected = run_unet(unet, size)
     tomesd.remove_patch(unet)
-    tokenmerge.apply(unet, method="tomesd", selection="uniform", ratio=ratio, components=components)
+    tokenmerge.apply(unet, "tomesd", selection="uniform", ratio=ratio, components=components)
     outputs = run_unet(unet, size)
     assert len(outputs) == len(expected) == 12
     for output, wanted, plain in zip(outputs, expected, unpatched, strict=True):
@@ -422,7 +420,7 @@ def test_broken_tokens_break_their_own_clusters_only(rule: str) -> None:
 def test_the_first_half_of_tofus_layers_prunes_and_the_second_merges_by_mlerp() -> None:
     """What reaches the queries of every block, against the definition. Depth is counted over all 11 blocks."""
     unet = tiny.sdxl_unet().double()
-    tokenmerge.apply(unet, method="tofu", selection="uniform", ratio=0.5)
+    tokenmerge.apply(unet, "tofu", selection="uniform")
     blocks = [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
     order = [unet.get_submodule(site.block.name) for site in tokenmerge.summary(unet).plan.merged_sites]
     assert set(order) == set(blocks)
@@ -466,7 +464,7 @@ def downsampled(tokens: Tensor, height: int, width: int) -> Tensor:
 @pytest.mark.parametrize("size", [(64, 64), (64, 96)])
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
 def test_todo_attends_to_nearest_tokens(kind: str, size: tuple[int, int]) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), preset="todo")
+    pipe = tokenmerge.apply(tiny.build(kind), "todo")
     image = tiny.draw(pipe, size=size)
     plain = tiny.build(kind)
     unpatched = tiny.draw(plain, size=size)
@@ -484,14 +482,13 @@ def test_todo_attends_to_nearest_tokens(kind: str, size: tuple[int, int]) -> Non
     assert (unpatched - image).abs().max() > 1e-3
 
 
-def filled_map(config: MergeConfig, tokens: Tensor, grid: TokenGrid) -> Any:
-    method = method_for(config)
-    config = method.settle(config)
-    partition = method.partition((grid,), config)
-    merge_map = method.empty_map(
-        partition.layout, reference, config, len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device
-    )
-    method.renew(merge_map, "select", Given(tokens, partition, config, torch.Generator(), shared=False))
+def filled_map(technique: Merge, tokens: Tensor, grid: TokenGrid) -> Any:
+    method = method_for(technique)
+    technique = method.settle(technique)
+    partition = method.partition((grid,), technique)
+    space = MapSpace(len(tokens), False, tokens.dtype, tokens.device)
+    merge_map = method.empty_map(partition.layout, reference, technique, space)
+    method.renew(merge_map, "select", Given(tokens, partition, technique, torch.Generator(), shared=False))
     return merge_map
 
 
@@ -499,7 +496,7 @@ def filled_map(config: MergeConfig, tokens: Tensor, grid: TokenGrid) -> Any:
 def test_pool_is_average_pooling_and_nearest_upsampling(ratio: float, cell: tuple[int, int]) -> None:
     grid = TokenGrid(12, 18)
     tokens = tiny.noise(2, grid.count, 5)
-    merge_map = filled_map(MergeConfig(method="pool", ratio=ratio), tokens, grid)
+    merge_map = filled_map(Merge(method="pool", ratio=ratio), tokens, grid)
     image = tokens.transpose(1, 2).unflatten(2, (grid.height, grid.width))
     pooled = F.avg_pool2d(image, cell)
     torch.testing.assert_close(merge_map.merge(tokens), pooled.flatten(2).transpose(1, 2))
@@ -518,9 +515,8 @@ def test_pool_is_average_pooling_and_nearest_upsampling(ratio: float, cell: tupl
 )
 @pytest.mark.parametrize("ratio", [0.5, 0.75])
 def test_maps_of_fixed_clusters_hold_every_token_once(method: str, ratio: float, grid: TokenGrid) -> None:
-    config = MergeConfig(method=method, ratio=ratio, selection="uniform")
     tokens = tiny.noise(2, grid.count, 5)
-    merge_map = filled_map(config, tokens, grid)
+    merge_map = filled_map(Merge(method=method, ratio=ratio, selection="uniform"), tokens, grid)
     assert merge_map.token_count == grid.count
     assert merge_map.merged_count < grid.count
     constant = torch.full_like(tokens, 3.0)
