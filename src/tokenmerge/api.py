@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from .families import Family, denoiser_of, families, family_of
 from .families.calls import TokenGrid
 from .holding.controller import Holding
 from .holding.sites import check_holdable, install_holding
-from .merging.checks import check_call, check_mergeable, check_places
+from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
 from .merging.places import install_merging
 from .planning import Plan, Summary, make_plan
@@ -29,7 +30,7 @@ from .runtime.foreign import cache_hooks, leads_cache
 from .runtime.installing import Installation
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
-from .runtime.scheduler import Follower, check_levels
+from .runtime.scheduler import Follower, check_levels, scheduler_source
 from .runtime.state import RECORD, State
 
 Model = TypeVar("Model")
@@ -60,7 +61,7 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
     techniques = resolve(technique, fields)
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
-    scheduler_of = _scheduler_source(model, scheduler)
+    scheduler_of = scheduler_source(model, scheduler)
     techniques = decided(family, techniques, scheduler_of())
     caches = cache_hooks(denoiser)
     if caches:
@@ -122,7 +123,7 @@ def plan(
     check_steps(steps)
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
-    techniques = decided(family, techniques, _scheduler_source(model, None)())
+    techniques = decided(family, techniques, scheduler_source(model, None)())
     scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
     if min(height, width) < scale:
         raise TokenMergeError(f"{width}x{height} pixels are less than one {scale}-pixel latent; give a larger size")
@@ -258,15 +259,8 @@ def _install(
         install_merging(plan_.merged_sites, merging, installation, shared=family.shares_positions)
     if holding is not None:
         install_holding(plan_.runs, holding, installation)
+    check = partial(check_holdable, runs=plan_.runs)
     weak = weakref.ref(denoiser)
-
-    def check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if merging is not None:
-            check_call(family, merging.technique, args, kwargs)
-            check_places(plan_.merged_sites)
-
-    def check_offload(module: nn.Module) -> None:
-        check_holdable(module, plan_.runs)
 
     # Kept by the state, so it must not keep the denoiser.
     def at_image_start() -> int | None:
@@ -274,8 +268,9 @@ def _install(
         assert model is not None
         if merging is not None:
             check_mergeable(model, merging.technique)
+            check_places(plan_.merged_sites)
         if holding is not None:
-            check_offload(model)
+            check(model)
         installation.follow()
         if not cache_hooks(model):
             return None
@@ -287,19 +282,9 @@ def _install(
         family,
         state,
         installation,
-        check=check_arguments if merging is not None else None,
+        check=partial(merging.check_call, family) if merging is not None else None,
         held=[block.name for run in plan_.runs for block in run.blocks],
         stages=any(run.stages for run in plan_.runs),
-        check_offload=check_offload,
+        check_held=check,
     )
     installation.install(denoiser, observer.enter, observer.leave)
-
-
-def _scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
-    """A function that gives the scheduler in use now, and keeps neither pipeline nor scheduler alive."""
-    if scheduler is not None:
-        return weakref.ref(scheduler)
-    if isinstance(model, nn.Module):
-        return lambda: None
-    pipeline = weakref.ref(model)
-    return lambda: getattr(pipeline(), "scheduler", None)

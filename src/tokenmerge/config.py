@@ -111,10 +111,6 @@ class Technique:
         """Whether `start` and `stop` leave steps out."""
         return (self.start, self.stop) != (0.0, 1.0)
 
-    def covers(self, position: float) -> bool:
-        """Whether a step lies in the window. position: its share of the whole schedule, in [0, 1)."""
-        return self.start <= position < self.stop
-
     def _check_window(self) -> None:
         if not 0.0 <= self.start < self.stop <= 1.0:
             raise TokenMergeError(

@@ -1,4 +1,4 @@
-"""What merging cannot serve, with the way out: of a model, of its caches, and of the arguments of a call."""
+"""What merging cannot serve in a model and what others have put on it, with the way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import nn
 
 from ..config import Merge
 from ..errors import TokenMergeError
-from ..families.base import Family
 from ..runtime.foreign import INNER_CACHES, cache_hooks
 from .methods import method_for
 from .places import MergePlace
@@ -46,26 +45,4 @@ def check_places(places: Sequence[MergePlace]) -> None:
         raise TokenMergeError(
             f"chunked feed-forward ({block._chunk_size} at a time) splits what merging joins; "
             "call disable_forward_chunking(), or set_chunk_feed_forward(None) on its blocks, first"
-        )
-
-
-def check_call(family: Family, technique: Merge, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of a denoiser call that merged tokens cannot follow."""
-    for argument in family.masks:
-        if argument.read(args, kwargs) is not None:
-            raise TokenMergeError(
-                f"{argument.name} masks image tokens in self-attention, which merged tokens cannot follow; "
-                "leave it out, or remove first"
-            )
-    extra = family.attention_kwargs.read(args, kwargs) or {}
-    for name in ("attention_mask", "gligen"):
-        if extra.get(name) is not None:
-            raise TokenMergeError(
-                f"{family.attention_kwargs.name} has {name!r}, which needs every image token in its place; "
-                "leave it out, or remove first"
-            )
-    if extra.get("ip_adapter_masks") is not None and technique.sites != "component":
-        raise TokenMergeError(
-            "IP-Adapter masks need cross-attention over all image tokens; use Merge(sites='component'), which leaves "
-            "masked cross-attention whole, or Hold, or leave the masks out"
         )

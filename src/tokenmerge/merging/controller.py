@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import Merge
 from ..errors import TokenMergeError
+from ..families.base import Family
 from ..families.calls import DenoiserCall, TokenGrid, grid_at_level, grids_of_ids
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import HELD, MERGED, Step
@@ -28,6 +29,27 @@ class Merging:
         group = MergeGroup(name, len(self.groups), method, self.technique, self._clock, level, shared)
         self.groups.append(group)
         return group
+
+    def check_call(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse arguments of a denoiser call that merged tokens cannot follow."""
+        for argument in family.masks:
+            if argument.read(args, kwargs) is not None:
+                raise TokenMergeError(
+                    f"{argument.name} masks image tokens in self-attention, which merged tokens cannot follow; "
+                    "leave it out, or remove first"
+                )
+        extra = family.attention_kwargs.read(args, kwargs) or {}
+        for name in ("attention_mask", "gligen"):
+            if extra.get(name) is not None:
+                raise TokenMergeError(
+                    f"{family.attention_kwargs.name} has {name!r}, which needs every image token in its place; "
+                    "leave it out, or remove first"
+                )
+        if extra.get("ip_adapter_masks") is not None and self.technique.sites != "component":
+            raise TokenMergeError(
+                "IP-Adapter masks need cross-attention over all image tokens; use Merge(sites='component'), which "
+                "leaves masked cross-attention whole, or Hold, or leave the masks out"
+            )
 
     def begin_image(self) -> None:
         self._begins = True

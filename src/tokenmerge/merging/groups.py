@@ -164,26 +164,31 @@ class MergeGroup:
         """
         due = self._due
         assert due is not None
-        assert self.partition is not None
         if not self._has_work(due, tables):
             return
         again = self._method.RENEWS == ALWAYS
-        ops, _ = backend_for(self._technique.backend, tokens.device)
-        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._technique), ops, tensors)
-        gathered = None
+        renews, gathered = False, None
         if tables and (again or not due.rotary_done):
             due.rotary_done += 1
-            if due.rotary:
-                gathered = Rotary(tables, rotary)
+            gathered = Rotary(tables, rotary) if due.rotary else None
         if again or not due.maps_done:
             due.maps_done += 1
-            if due.maps != "reuse":
-                # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
-                with torch.autocast(tokens.device.type, enabled=False):
-                    given = Given(tokens, self.partition, self._technique, self._generator, self.shared, ops, gathered)
-                    self._method.renew(merge_map, due.maps, given)
-                if self._method.GATHERS:
-                    return
+            renews = due.maps != "reuse"
+        if renews or gathered is not None:
+            self._renew(tokens, tensors, due.maps if renews else "reuse", gathered)
+
+    def _renew(self, tokens: Tensor, tensors: list[Tensor], maps: str, gathered: Rotary | None) -> None:
+        """Fill the tensors of a map, and the rotary tables of the merged sequence."""
+        assert self.partition is not None
+        ops, _ = backend_for(self._technique.backend, tokens.device)
+        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._technique), ops, tensors)
+        if maps != "reuse":
+            # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
+            with torch.autocast(tokens.device.type, enabled=False):
+                given = Given(tokens, self.partition, self._technique, self._generator, self.shared, ops, gathered)
+                self._method.renew(merge_map, maps, given)
+            if self._method.GATHERS:
+                return
         if gathered is not None:
             ops.gather_rotary(gathered, merge_map.destinations[0])
 

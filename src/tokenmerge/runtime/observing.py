@@ -30,14 +30,14 @@ class Observer:
         check: Check | None = None,  # of a call's arguments
         held: Sequence[str] = (),  # names of the blocks or stages that are held
         stages: bool = False,
-        check_offload: Callable[[nn.Module], None] = lambda denoiser: None,
+        check_held: Callable[[nn.Module], None] = lambda denoiser: None,
     ) -> None:
         self._family = family
         self._state = state
         self._installation = installation
         self._check = check
         self._stages = stages
-        self._check_offload = check_offload
+        self._check_held = check_held
         # The modules that run held blocks one after the other: those that have the lists which have the blocks.
         self._loops = tuple(dict.fromkeys(".".join(name.split(".")[:-2]) for name in held))
 
@@ -48,7 +48,7 @@ class Observer:
         if self._loops:
             apart = self._is_between(denoiser, args, kwargs)
             if self._stages and apart:
-                self._check_offload(denoiser)
+                self._check_held(denoiser)
                 raise TokenMergeError(
                     "a hook or a forward of others acts between the stages of the UNet, which are held all together; "
                     "use Hold(what='blocks')"

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import Hold
 from ..errors import TokenMergeError
@@ -175,6 +175,16 @@ class Follower:
             f"{type(scheduler).__name__} adds noise at its steps; held steps would leave it in the picture: "
             f"{self._way_out_of_noise}"
         )
+
+
+def scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
+    """A function that gives the scheduler in use now, and keeps neither pipeline nor scheduler alive."""
+    if scheduler is not None:
+        return weakref.ref(scheduler)
+    if isinstance(model, nn.Module):
+        return lambda: None
+    pipeline = weakref.ref(model)
+    return lambda: getattr(pipeline(), "scheduler", None)
 
 
 def check_levels(hold: Hold | None, scheduler: Any) -> None:

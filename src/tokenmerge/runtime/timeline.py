@@ -50,7 +50,7 @@ class Timeline:
     def step(self, now: Place, kept: Place | None, *, may_hold: bool = True) -> Step:
         """What a step does. kept: the last step of this image whose residuals were kept, if there is one."""
         position = now.position or 0.0
-        runs = MERGED if self.merge is not None and self.merge.covers(position) else FULL
+        runs = MERGED if self.merge is not None and self.merge.start <= position < self.merge.stop else FULL
         hold = self.hold
         if hold is None or not may_hold or position >= hold.stop:
             return Step(runs)
