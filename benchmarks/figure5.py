@@ -1,6 +1,6 @@
 """Draws the paper's figure 5, drift over the time of the denoiser, from the results of tables 1 and 10.
 
-    python benchmarks/figure5.py [FOLDER]     # by default to docs/reproduction
+    python benchmarks/figure5.py                # to docs/reproduction, or --to FOLDER
 
 `tokenmerge reproduce fig5` draws the same from one run. Here pictures and times come from two: every picture was made
 by itself without CUDA graphs, and times are those of batches with them.
@@ -8,8 +8,8 @@ by itself without CUDA graphs, and times are those of batches with them.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,10 @@ def draw(pictures: dict[str, dict[str, Any]], times: dict[str, dict[str, Any]]) 
     return drawn
 
 
-def main(folder: Path = PLOTS) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=PLOTS, metavar="FOLDER", help="(default: docs/reproduction)")
+    folder = parser.parse_args().to
     for model, study in STUDIES.items():
         path = folder / f"fig5-{model}.png"
         save_plot(draw(read(f"{study}-{model}"), read(f"{study}-time-{model}")), path)
@@ -82,4 +85,4 @@ def main(folder: Path = PLOTS) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

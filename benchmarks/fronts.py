@@ -1,7 +1,7 @@
 """Draws the fronts of the result files in benchmarks/results/fronts.
 
-    python benchmarks/fronts.py                            # one plot for each file, to docs/fronts
-    python benchmarks/fronts.py --strip FOLDER --at 1.5    # pictures of an evaluation at that speed-up, to docs/fronts
+    python benchmarks/fronts.py                            # one plot for each file, to docs/fronts or --to FOLDER
+    python benchmarks/fronts.py --strip FOLDER --at 1.5    # pictures of an evaluation at that speed-up
 
 A front is what no other configuration beats in both: how fast the denoiser is, and how far pictures drift. Lists of
 configurations that `tokenmerge eval` takes are in benchmarks/fronts.
@@ -229,7 +229,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     save_plot(drawn, path)
 
 
-def draw_strip(evaluation: Path, wish: float) -> Path:
+def draw_strip(evaluation: Path, wish: float, folder: Path) -> Path:
     """Pictures of an evaluation: plain, and what drifts least of every kind at a speed-up."""
     records = read(evaluation / "results.jsonl")
     plain, (width, _) = records[0], records[0]["size"]
@@ -241,7 +241,7 @@ def draw_strip(evaluation: Path, wish: float) -> Path:
         titles = [_title(kind, record) if place == 0 else ("", "") for kind, record in columns.items()]
         pictures = [Image.open(folder / name) for folder in folders.values()]
         rows.append([Panel(picture, *title) for picture, title in zip(pictures, titles, strict=True)])
-    path = PLOTS / f"strip-{plain['model']}-{width}.jpg"
+    path = folder / f"strip-{plain['model']}-{width}.jpg"
     save_picture(strip(rows, side=SIDE), path)
     return path
 
@@ -258,14 +258,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strip", type=Path, metavar="FOLDER", help="of an evaluation")
     parser.add_argument("--at", type=float, default=1.5, metavar="N", help="speed-up (default: %(default)s)")
+    parser.add_argument("--to", type=Path, default=PLOTS, metavar="FOLDER", help="(default: docs/fronts)")
     options = parser.parse_args()
-    PLOTS.mkdir(parents=True, exist_ok=True)
+    options.to.mkdir(parents=True, exist_ok=True)
     if options.strip:
-        print(draw_strip(options.strip, options.at))
+        print(draw_strip(options.strip, options.at, options.to))
         return
     for path in sorted(RESULTS.glob("*.jsonl")):
-        draw(read(path), PLOTS / f"{path.stem}.png")
-        print(PLOTS / f"{path.stem}.png")
+        draw(read(path), options.to / f"{path.stem}.png")
+        print(options.to / f"{path.stem}.png")
 
 
 if __name__ == "__main__":

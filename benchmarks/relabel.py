@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def relabel(row: dict[str, Any]) -> dict[str, Any] | None:
             new["techniques"] = techniques.to_list()
         elif name == "label":
             new[name] = label_of(row, techniques)
+        elif name == "command":
+            new |= {"command": command_of(value), "ran": value}
         elif name == "modes":
             new["kinds"] = _renamed(value, KINDS[kind])
         elif name in ("steps_by_phase", "laps_ms"):
@@ -115,6 +118,23 @@ def label_of(row: dict[str, Any], techniques: Techniques) -> str:
     return PRESETS.get(label, label)
 
 
+def command_of(ran: str) -> str:
+    """The command that measures today what a command of version 0.1 did, less what went."""
+    words = shlex.split(ran)
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    first = options.pop("--skip-first", None)
+    names = [name for name in options["--presets"].split(",") if name not in GONE_PRESETS]
+    blocks = {"hold": "hold:what=blocks"} if options["--model"] in UNETS else {}
+    typed = [blocks.get(name) or PRESETS.get(name, name) for name in names]
+    merging = [isinstance(preset(name.partition(":")[0]), Merge) for name in typed]
+    if first:
+        typed = [f"{name}:skip_first={first}" for name in typed]
+    if not any(merging):
+        options.pop("--ratios", None)
+    told = [f"{name} {' '.join(typed) if name == '--presets' else value}" for name, value in options.items()]
+    return " ".join([*words[:2], *told]).replace("--presets", "--configs")
+
+
 def _label_of_held(label: str, hold: Hold) -> str:
     technique, plus, cache = label.partition(" + ")
     name, _, typed = technique.partition(":")
@@ -126,13 +146,11 @@ def _label_of_held(label: str, hold: Hold) -> str:
 
 
 def _typed(name: str, merge: Merge) -> str:
-    """A preset with its ratio and what else differs from it. A bound has the name of what it bounds."""
+    """A preset with what differs from it, and its ratio. A bound has the name of what it bounds."""
     base = preset(name)
-    told = {"ratio": f"{merge.ratio:g}"}
-    for field in Merge.field_docs():
-        if field not in ("ratio", "method") and getattr(merge, field) != getattr(base, field):
-            told[field] = getattr(merge, field)
-    return _joined(name, told)
+    fields = [field for field in Merge.field_docs() if field not in ("ratio", "method")]
+    told = {field: getattr(merge, field) for field in fields if getattr(merge, field) != getattr(base, field)}
+    return _joined(name, {**told, "ratio": f"{merge.ratio:g}"})
 
 
 def _joined(name: str, fields: dict[str, Any]) -> str:

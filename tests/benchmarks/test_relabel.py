@@ -106,7 +106,7 @@ STAY = [
     (timed("unpatched", {"full": 50}), "none"),
     (timed("unet 0.5", MERGED), "unet:ratio=0.5"),
     (timed("lower-bound of unet 0.5", {"reuse": 50}, method="lower-bound"), "lower-bound of unet:ratio=0.5"),
-    (timed("dit 0.75", MERGED, "flux-random", ratio=0.75, skip_first=5), "dit:ratio=0.75,skip_first=5"),
+    (timed("dit 0.75", MERGED, "flux-random", ratio=0.75, skip_first=5), "dit:skip_first=5,ratio=0.75"),
     # Without a ratio it meant holding.
     (timed("default", HELD_PHASES, **HELD, sites="stage"), "hold"),
     (timed("default", HELD_PHASES, "flux-random", **HELD), "hold"),
@@ -172,6 +172,31 @@ def test_steps_have_the_timeline_s_names() -> None:
     drawn = relabel.relabel(evaluated("hold", **HELD))
     assert (drawn["kinds"], drawn["timing"]) == ({"full": 14, "held": 14}, {"median": 0.07, "tokens": ""})
     assert relabel.relabel(evaluated("toma:ratio=0.5", **PAPER))["kinds"] == {"merged": 28}
+
+
+@pytest.mark.parametrize(
+    ("ran", "today"),
+    [
+        (
+            "sdxl-random --batches 2 --presets unet,toma-tile --ratios 0.5",
+            "sdxl-random --batches 2 --configs unet toma-tile --ratios 0.5",
+        ),
+        (
+            "flux-random --presets dit --skip-first 5 --ratios 0.5",
+            "flux-random --configs dit:skip_first=5 --ratios 0.5",
+        ),
+        (
+            "sdxl-random --presets unet-hold,hold,unet-anchored --ratios 0.75",
+            "sdxl-random --configs hold hold:what=blocks",
+        ),
+        ("flux-random --presets hold,dit-anchored --ratios 0.75", "flux-random --configs hold"),
+        ("sd35-random --presets default --modes eager", "sd35-random --configs hold --modes eager"),
+    ],
+)
+def test_a_command_measures_the_same_today(ran: str, today: str) -> None:
+    row = {**timed("unpatched", {"full": 50}), "command": f"tokenmerge bench --model {ran}"}
+    new = relabel.relabel(row)
+    assert (new["command"], new["ran"]) == (f"tokenmerge bench --model {today}", row["command"])
 
 
 def test_a_file_is_written_anew_once(tmp_path: Path) -> None:
