@@ -115,8 +115,7 @@ class Follower:
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
         # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
         ours = self.clock.call >= 0
-        # The very same tensor: to compare values would wait for the device, and some schedulers repeat those.
-        if isinstance(timestep, Tensor) and timestep is self._stepped:
+        if _is_same(timestep, self._stepped):
             if ours:
                 raise TokenMergeError(
                     "the scheduler was stepped twice from one timestep: parts of a picture, or several, take turns, "
@@ -136,6 +135,11 @@ class Follower:
         if self.clock.is_over:
             # Loops of one's own may set the timesteps once, for many images.
             self.timesteps_set(scheduler)
+        if self.clock.call >= 0 and self._place is not None:
+            # An image was broken off between a call and its step, and timesteps had been set for many.
+            place = _place_in(scheduler.timesteps, call.timestep, self._place)
+            if place is not None and place < self._place:
+                self.timesteps_set(scheduler)
         if self.clock.call < 0:
             self._see_place(scheduler, call.timestep)
             self._timestep = call.timestep
@@ -148,7 +152,8 @@ class Follower:
     def _see_place(self, scheduler: Any, timestep: Tensor) -> None:
         """See from where the timestep of a step's first call lies whether the loop still is that of the last image."""
         timesteps = getattr(scheduler, "timesteps", None)
-        before, place = self._place, _place_in(timesteps, timestep, self._place)
+        before = self._place
+        place = _place_in(timesteps, timestep, 0 if before is None else before + 1)
         if before is not None and place is not None and place <= before:
             # Back to an earlier one, or to that of the step before: an image was broken off, and timesteps had been
             # set for many. Past its first step, parts of one that take turns look alike, and are still refused.
@@ -159,6 +164,9 @@ class Follower:
             following = timesteps[before + 1 : before + 2]
             if not len(following) or not _same_time(timestep, following):
                 raise _driven_by_another("a call came that is no step of the scheduler")
+        elif place is not None:
+            # Some schedulers have a time twice.
+            self._stepped = None
         self._place = place
 
     def _begin(self, scheduler: Any, timestep: Tensor) -> int:
@@ -215,7 +223,7 @@ def uneven_places(scheduler: Any) -> list[float] | None:
     return [len(times) * (1.0 - time / times[0]) for time in times]
 
 
-def _place_in(timesteps: Any, timestep: Tensor, before: int | None) -> int | None:
+def _place_in(timesteps: Any, timestep: Tensor, likely: int) -> int | None:
     """Which of the timesteps this one is: by where it lies, if it is a view of them, as pipelines pass it on; by its
     value, if a loop of one's own gave a number, which a family reads as float64."""
     if not isinstance(timesteps, Tensor):
@@ -223,8 +231,7 @@ def _place_in(timesteps: Any, timestep: Tensor, before: int | None) -> int | Non
     if timestep.ndim == 0 and timestep.dtype == torch.float64 and timestep.device.type == "cpu":
         value = float(timestep)
         near = [place for place, time in enumerate(timesteps.tolist()) if abs(time - value) < 1.0]
-        following = 0 if before is None else before + 1
-        return following if following in near else next(iter(near), None)
+        return likely if likely in near else next(iter(near), None)
     if timesteps.device != timestep.device:
         return None
     if timesteps.untyped_storage().data_ptr() != timestep.untyped_storage().data_ptr():
@@ -237,6 +244,14 @@ def _driven_by_another(fact: str) -> TokenMergeError:
         f"{fact} that was given: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, "
         "or apply to the denoiser alone, with techniques whose window is all steps"
     )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether a scheduler was given one of its timesteps twice: the number, or where it lies. To compare values of
+    tensors would wait for the device."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and one.data_ptr() == other.data_ptr())
+    return one is not None and not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
 
 
 def _same_time(one: Tensor, other: Tensor | None) -> bool:
