@@ -163,7 +163,7 @@ def test_joint_attention_models_are_not_held_under_noise(kind: str) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     pipe = tiny.build(kind, scheduler=scheduler)
     for techniques in ([Hold()], [Merge(), Hold()]):
-        with pytest.raises(TokenMergeError, match="adds noise .* use another scheduler, or apply a Merge"):
+        with pytest.raises(TokenMergeError, match=r"adds noise .* use another scheduler, or apply a Merge"):
             tokenmerge.apply(pipe, techniques)
         assert tokenmerge.summary(pipe).plan is None
     # Where nothing is held, no noise is lost.

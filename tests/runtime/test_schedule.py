@@ -1,10 +1,12 @@
-"""When destinations are chosen and weights made: counted over whole images, for every way a denoising loop can go."""
+"""What every step does and renews: counted over whole images, for every way a denoising loop can go."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +25,19 @@ from torch import Tensor
 
 import tiny
 import tokenmerge
-from tokenmerge import TokenMergeError
-from tokenmerge.families.calls import grids_of_ids
-from tokenmerge.presets import load_preset
-from tokenmerge.merging.grid import TokenGrid
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.families.calls import TokenGrid, grids_of_ids
+from tokenmerge.planning.plan import timeline_of
 
-OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
+HELD = [[Hold(what="blocks")], [Hold(what="stages")], [Merge(), Hold()]]
 
 
-def apply(pipe: Any, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+def apply(pipe: Any, *, scheduler: Any = None, **fields: Any) -> Any:
+    return tokenmerge.apply(pipe, Merge(**fields), scheduler=scheduler)
+
+
+def told(techniques: list[Any]) -> str:
+    return "+".join(getattr(each, "what", "merge") for each in techniques)
 
 
 def counts(pipe: Any) -> tuple[int, int]:
@@ -50,9 +55,9 @@ def counted(pipe: Any, **call: Any) -> tuple[int, int]:
     return after[0] - before[0], after[1] - before[1]
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(1, (1, 1)), (4, (1, 1)), (20, (2, 4)), (50, (5, 10))])
+@pytest.mark.parametrize(("steps", "expected"), [(1, (1, 1)), (25, (3, 5))])
 @pytest.mark.parametrize(
-    ("kind", "sites"), [("sd", "block"), ("sdxl", "component"), ("sd3", "block"), ("flux", "span")]
+    ("kind", "sites"), [("sd", "block"), ("sdxl", "component"), ("sd3", "block"), ("flux", "component")]
 )
 def test_destinations_every_10_steps_and_weights_every_5(
     kind: str, sites: str, steps: int, expected: tuple[int, int]
@@ -72,7 +77,7 @@ def test_intervals_are_kept(every: tuple[int, int], expected: tuple[int, int]) -
 
 
 def test_fixed_maps_are_made_once_per_image() -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), preset="lower-bound")
+    pipe = tokenmerge.apply(tiny.build("flux"), "lower-bound")
     assert counted(pipe, steps=20) == (1, 1)
 
 
@@ -215,12 +220,24 @@ def test_unmerged_steps_are_bit_equal_to_the_model_without_merging() -> None:
     assert counts(pipe) == (0, 0)
 
 
-@pytest.mark.parametrize(("kind", "sites"), [("sdxl", "component"), ("sdxl", "block"), ("flux", "span")])
-def test_an_interrupted_image_leaves_no_trace_in_the_next(kind: str, sites: str) -> None:
+WAYS = [
+    ("sdxl", [Merge(sites="component")]),
+    ("sdxl", [Merge(), Hold(what="stages")]),
+    ("sd3", [Merge(), Hold(what="blocks")]),
+    ("flux", [Merge()]),
+    ("flux", [Merge(), Hold(what="blocks")]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "techniques"), WAYS, ids=lambda value: value if isinstance(value, str) else told(value)
+)
+def test_an_interrupted_image_leaves_no_trace_in_the_next(kind: str, techniques: list[Any]) -> None:
     pipe = tiny.build(kind)
-    unpatched = tiny.draw(pipe, steps=12)
-    apply(pipe, sites=sites)
+    plain = tiny.draw(pipe, steps=12)
+    tokenmerge.apply(pipe, techniques)
     expected = tiny.draw(pipe, steps=12)
+    assert not torch.equal(expected, plain)
 
     def stop_at_6(pipe: Any, step: int, timestep: Tensor, values: dict[str, Any]) -> dict[str, Any]:
         if step == 6:
@@ -234,21 +251,57 @@ def test_an_interrupted_image_leaves_no_trace_in_the_next(kind: str, sites: str)
     with pytest.raises(InterruptedError):
         tiny.draw(pipe, steps=12, callback_on_step_end=stop_at_6)
     tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe, steps=12), unpatched)
+    assert torch.equal(tiny.draw(pipe, steps=12), plain)
 
 
-@pytest.mark.parametrize(("kind", "sites"), [("sdxl", "block"), ("flux", "span")])
-def test_an_error_inside_of_a_block_leaves_no_trace_in_the_next_image(kind: str, sites: str) -> None:
-    pipe = apply(tiny.build(kind), sites=sites)
-    expected = tiny.draw(pipe)
+@pytest.mark.parametrize(
+    ("kind", "techniques"), WAYS, ids=lambda value: value if isinstance(value, str) else told(value)
+)
+def test_an_error_inside_of_a_block_leaves_no_trace_in_the_next_image(kind: str, techniques: list[Any]) -> None:
+    pipe = tokenmerge.apply(tiny.build(kind), techniques)
+    expected = tiny.draw(pipe, steps=6)
     *_, last = [
         module for module in tiny.denoiser_of(pipe).modules() if type(module).__name__.endswith("TransformerBlock")
     ]
-    handle = last.register_forward_pre_hook(lambda *_: 1 / 0)
+    inner = next(module for module in last.modules() if type(module).__name__ == "Linear")
+    handle = inner.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        tiny.draw(pipe, seed=5)
+        tiny.draw(pipe, steps=6, seed=5)
     handle.remove()
-    assert torch.equal(tiny.draw(pipe), expected)
+    assert torch.equal(tiny.draw(pipe, steps=6), expected)
+
+
+BOTH = [("sdxl", "blocks"), ("sdxl", "stages"), ("sd3", "blocks"), ("flux", "blocks")]
+
+
+@pytest.mark.parametrize(("kind", "what"), BOTH)
+def test_both_techniques_serve_sizes_and_batches_in_turn(kind: str, what: str) -> None:
+    """A picture does not depend on those before it, nor what its steps do."""
+    techniques = [Merge(), Hold(what=what)]
+    pipe, fresh = (tokenmerge.apply(tiny.build(kind), techniques) for _ in range(2))
+    calls: list[dict[str, Any]] = [{}, {"size": (72, 104)}, {"batch": 2}, {"guided": False}, {"size": (104, 72)}]
+    for call in [*calls, *calls[:2]]:
+        tokenmerge.apply(fresh, techniques)
+        assert torch.equal(tiny.draw(pipe, steps=8, **call), tiny.draw(fresh, steps=8, **call)), call
+        assert tokenmerge.summary(pipe).steps == tokenmerge.summary(fresh).steps == {"merged": 5, "held": 3}
+
+
+def test_both_techniques_keep_the_calls_of_a_step_apart() -> None:
+    """Guidance in two calls is as if each had a model of its own."""
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(start=0.0)])
+    tiny.draw(pipe, steps=8, **true_cfg())
+    # Steps 0, 2 and 5 run, both calls of each.
+    assert tokenmerge.summary(pipe).steps == {"merged": 3, "held": 5}
+    assert counts(pipe) == (2, 4)
+    together = tokenmerge.apply(tiny.flux_transformer(), [Merge(), Hold(start=0.0)])
+    alone = [tokenmerge.apply(tiny.flux_transformer(), [Merge(), Hold(start=0.0)]) for _ in range(2)]
+    with torch.no_grad():
+        for step in range(8):
+            for number, model in enumerate(alone):
+                inputs = flux_inputs(100 * step + 10 * number, 1.0 - step / 8)
+                assert torch.equal(together(**inputs).sample, model(**inputs).sample), (step, number)
+    assert tokenmerge.summary(together).steps == tokenmerge.summary(alone[0]).steps
+    assert tokenmerge.summary(together).steps["held"] == 5
 
 
 def test_guidance_switched_off_on_the_way_selects_for_the_smaller_batch() -> None:
@@ -391,6 +444,85 @@ def test_pipelines_that_share_a_scheduler_do_not_disturb_each_other() -> None:
     assert "step" not in vars(first.scheduler)
 
 
+def test_a_pipeline_that_only_shares_a_scheduler_is_served() -> None:
+    """It may add noise, or step twice, which its neighbour could not bear; also once that is gone, and not collected
+    yet."""
+    from diffusers import StableDiffusionPanoramaPipeline
+
+    alone = tiny.build("sdxl", scheduler=tiny.ddim())
+    parts = tiny.build("sd", vae=tiny.vae(4)).components
+    views = StableDiffusionPanoramaPipeline(**parts, requires_safety_checker=False)
+    views.set_progress_bar_config(disable=True)
+    size = {"height": 512, "width": 576}
+    noisy, in_views = tiny.draw(alone, steps=4, eta=0.5), tiny.draw(views, steps=1, **size)
+    views.scheduler = alone.scheduler
+    neighbour = tokenmerge.apply(tiny.build("sdxl", scheduler=alone.scheduler), [Merge(), Hold()])
+    tiny.draw(neighbour, steps=4)
+    gc.collect()
+    gc.disable()
+    try:
+        assert torch.equal(tiny.draw(alone, steps=4, eta=0.5), noisy)
+        assert torch.equal(tiny.draw(views, steps=1, **size), in_views)
+        with pytest.raises(TokenMergeError, match="adds noise"):
+            tiny.draw(neighbour, steps=4, eta=0.5)
+        del neighbour
+        assert torch.equal(tiny.draw(alone, steps=4, eta=0.5), noisy)
+        assert torch.equal(tiny.draw(views, steps=1, **size), in_views)
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["one tensor", "indexed anew", "int"])
+def test_a_batch_may_be_stepped_sample_by_sample(way: str) -> None:
+    unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
+    scheduler.set_timesteps(10)
+
+    def draw(size: int) -> Tensor:
+        """Steps of `size` samples at once."""
+        samples = tiny.noise(4, 4, 32, 32)
+        inputs = {name: _repeated(value, 4) for name, value in unet_inputs(0).items() if name != "timestep"}
+        for place, timestep in enumerate(scheduler.timesteps):
+            noise = unet(**{**inputs, "sample": samples, "timestep": timestep}).sample
+            parts = []
+            for some, part in zip(noise.split(size), samples.split(size), strict=True):
+                given = {"one tensor": timestep, "indexed anew": scheduler.timesteps[place], "int": int(timestep)}[way]
+                parts.append(scheduler.step(some, given, part).prev_sample)
+            samples = torch.cat(parts)
+        return samples
+
+    tokenmerge.apply(unet, [Merge(), Hold()], scheduler=scheduler)
+    together = draw(4)
+    steps = dict(tokenmerge.summary(unet).steps)
+    assert steps["held"] > 0
+    assert torch.equal(draw(1), together)
+    assert tokenmerge.summary(unet).steps == steps
+
+
+def _repeated(value: Any, batch: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _repeated(each, batch) for name, each in value.items()}
+    return value.repeat_interleave(batch, 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [None, int], ids=["tensor", "int"])
+def test_parts_that_take_turns_are_refused_however_they_name_their_step(number: Callable[[Tensor], int] | None) -> None:
+    unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
+    tokenmerge.apply(unet, Hold(), scheduler=scheduler)
+    scheduler.set_timesteps(10)
+
+    def draw() -> None:
+        for place in range(10):
+            for part in range(2):
+                timestep = number(scheduler.timesteps[place]) if number else scheduler.timesteps[place]
+                noise = unet(**unet_inputs(timestep, seed=part)).sample
+                scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+
+    with pytest.raises(TokenMergeError, match="stepped twice from one timestep"):
+        draw()
+
+
 @pytest.mark.parametrize("selection", ["random", "stochastic"])
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
 def test_random_selection_repeats_itself_and_leaves_the_global_generator_alone(kind: str, selection: str) -> None:
@@ -433,27 +565,36 @@ def test_timesteps_that_are_set_once_serve_many_images() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", [{"preset": "hold"}, {"preset": "unet-anchored"}])
-def test_an_image_after_one_that_was_broken_off_begins_anew(way: dict[str, Any]) -> None:
-    unet, scheduler = tiny.build("sdxl").unet, tiny.ddim()
-    tokenmerge.apply(unet, scheduler=scheduler, **way)
+@pytest.mark.parametrize("number", [None, int, float], ids=["tensor", "int", "float"])
+@pytest.mark.parametrize("broken_after", ["call", "step"])
+@pytest.mark.parametrize("techniques", HELD, ids=told)
+def test_an_image_after_one_that_was_broken_off_begins_anew(
+    techniques: list[Any], broken_after: str, number: Callable[[Tensor], Any] | None
+) -> None:
+    """Also if it passes numbers on, which do not tell where they come from."""
+    unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
+    tokenmerge.apply(unet, techniques, scheduler=scheduler)
     scheduler.set_timesteps(20)
+    merge, hold = tokenmerge.summary(unet).plan.techniques
+    expected = Counter(step.kind for step in timeline_of(merge, hold).steps(20)[:8])
     drawn = []
     for seed in (0, 1, 0):
-        for timestep in scheduler.timesteps[:8]:
-            noise = unet(**unet_inputs(timestep, seed=seed)).sample
-            scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
+        for step, timestep in enumerate(scheduler.timesteps[:8]):
+            noise = unet(**unet_inputs(number(timestep) if number else timestep, seed=seed)).sample
+            if broken_after == "step" or step < 7:
+                scheduler.step(noise, int(timestep) if number else timestep, tiny.noise(1, 4, 32, 32))
         drawn.append(noise)
-        assert tokenmerge.summary(unet).steps["full"] == 4
+        assert tokenmerge.summary(unet).steps == expected
     assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("ran", [1, 2, 5])
 @pytest.mark.parametrize("listed", [True, False])
 def test_an_image_that_was_broken_off_leaves_no_steps_behind(listed: bool, ran: int) -> None:
-    unet, scheduler = tiny.build("sdxl").unet, tiny.ddim()
-    tokenmerge.apply(unet, scheduler=scheduler, start=0.5)
+    unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
+    tokenmerge.apply(unet, [Merge(stop=0.5), Hold(start=0.5)], scheduler=scheduler)
     scheduler.set_timesteps(6)
     # Going through a tensor makes new ones, and a list may be gone through again.
     timesteps = list(scheduler.timesteps) if listed else scheduler.timesteps
@@ -462,7 +603,7 @@ def test_an_image_that_was_broken_off_leaves_no_steps_behind(listed: bool, ran: 
             noise = unet(**unet_inputs(timestep)).sample
             scheduler.step(noise, timestep, tiny.noise(1, 4, 32, 32))
         assert sum(tokenmerge.summary(unet).steps.values()) == until
-    assert tokenmerge.summary(unet).steps == {"full": 3, "anchor": 2, "merged": 1}
+    assert tokenmerge.summary(unet).steps == {"merged": 3, "full": 2, "held": 1}
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
@@ -479,13 +620,13 @@ def test_another_scheduler_after_an_image_that_was_broken_off_is_refused(kind: s
     calls = iter([dict, dict, dict, stop])
     with pytest.raises(KeyboardInterrupt):
         tiny.draw(pipe, steps=8, callback_on_step_end=lambda *_: next(calls)())
-    with pytest.raises(TokenMergeError, match="no step of the scheduler that merging follows: another loop"):
+    with pytest.raises(TokenMergeError, match="no step of the scheduler that was given: another loop"):
         tiny.draw(other, steps=steps)
     assert torch.equal(tiny.draw(pipe, steps=8), plain)
 
 
 @pytest.mark.parametrize("steps", range(2, 6))
-def test_few_steps_of_a_scheduler_that_merging_does_not_follow_are_refused(steps: int) -> None:
+def test_few_steps_of_a_scheduler_that_was_not_given_are_refused(steps: int) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"))
     other = type(pipe)(**pipe.components)
     other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
@@ -511,7 +652,7 @@ def test_calls_of_a_step_may_differ_in_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
-def test_a_scheduler_that_merging_does_not_follow_is_refused(kind: str) -> None:
+def test_a_scheduler_that_was_not_given_is_refused(kind: str) -> None:
     """As of a second pipeline around the same denoiser: it could neither merge at the right steps nor say so."""
     pipe = tokenmerge.apply(tiny.build(kind))
     other = type(pipe)(**pipe.components)
@@ -564,10 +705,10 @@ def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:
 
 def test_leaving_applied_gives_back_the_scheduler_too() -> None:
     pipe = tiny.build("sdxl")
-    apply(pipe.unet, scheduler=pipe.scheduler, ratio=0.5, start=0.5)
-    with tokenmerge.applied(pipe.unet, **OPTIONS, ratio=0.25):
-        assert pipe.unet._tokenmerge.plan.config.ratio == 0.25
-    assert pipe.unet._tokenmerge.plan.config.ratio == 0.5
+    apply(pipe.unet, scheduler=pipe.scheduler, start=0.5)
+    with tokenmerge.applied(pipe.unet, Merge(ratio=0.25)):
+        assert tokenmerge.summary(pipe).plan.techniques == (Merge(ratio=0.25), None)
+    assert tokenmerge.summary(pipe).plan.techniques == (Merge(start=0.5), None)
     assert merged_steps(pipe, steps=4) == [False, False, True, True]
 
 
@@ -577,9 +718,9 @@ def test_selection_and_weights_are_fp32_under_autocast() -> None:
         unet = apply(tiny.sdxl_unet())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             unet(**unet_inputs(500))
-            group = unet._tokenmerge.state.groups[0]
+            group = unet._tokenmerge.merging.groups[0]
             # Once more from given tokens, since autocast changes those that reach the block.
-            group.done = (0, 0)
+            group.done = (0, 0, 0)
             group.refresh(tiny.noise(1, 256, 8), [], group.slot.map.tensors, [])
         made.append(group.slot.map.tensors)
     assert all(torch.equal(first, second) for first, second in zip(*made, strict=True))
@@ -592,69 +733,6 @@ def test_a_small_ratio_removes_something(ratio: float) -> None:
     for group in tokenmerge.summary(pipe).groups:
         before, after = group["tokens"].split(" -> ")
         assert int(after) < int(before)
-
-
-@pytest.mark.parametrize("kind", ["sdxl", "sd3", "flux"])
-def test_ratios_over_steps(kind: str) -> None:
-    """Each part of the schedule has the tokens of its ratio."""
-    pipe = apply(tiny.build(kind), step_ratios=(0.25, 0.75))
-    denoiser = tiny.denoiser_of(pipe)
-    group = denoiser._tokenmerge.state.groups[0]
-    merged: list[int] = []
-    denoiser.register_forward_hook(lambda *_: merged.append(group.slot.map.merged_count))
-    tiny.draw(pipe, steps=6)
-    calls, count = len(merged) // 6, group.slot.map.token_count
-    assert merged == [count * 3 // 4] * 3 * calls + [count // 4] * 3 * calls
-    assert counts(pipe) == (2 * calls, 2 * calls)
-    assert "ratio 0.25, 0.75 over steps" in str(tokenmerge.summary(pipe))
-
-
-@pytest.mark.parametrize("kind", ["sdxl", "flux"])
-def test_ratios_over_blocks(kind: str) -> None:
-    pipe = apply(tiny.build(kind), block_ratios=(0.25, 0.75))
-    tiny.draw(pipe)
-    groups = tokenmerge.summary(pipe).groups
-    assert {group["group"].rpartition(" part ")[2] for group in groups} == {"1", "2"}
-    for group in groups:
-        before, after = map(int, group["tokens"].split(" -> "))
-        assert after == before * (0.75 if group["group"].endswith("part 1") else 0.25)
-    sites = sum(group["sites"] for group in groups)
-    assert sites == len(tokenmerge.summary(apply(pipe)).plan.merged_sites)
-
-
-def test_equal_ratios_of_all_parts_are_one_ratio() -> None:
-    choices: list[dict[str, Any]] = [{"ratio": 0.5}, {"step_ratios": (0.5,)}, {"block_ratios": (0.5,)}]
-    first, *others = [tiny.draw(apply(tiny.build("sdxl"), **options), steps=4) for options in choices]
-    assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_ratios": (0.5, 1.0)}, "ratios in"),
-        ({"block_ratios": ()}, "one or more"),
-        ({"block_ratios": (0.5,), "step_ratios": (0.5,)}, "give one of them"),
-    ],
-)
-def test_ratios_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(TokenMergeError, match=message):
-        apply(tiny.build("sdxl"), **options)
-
-
-def test_ratios_over_steps_need_a_schedule() -> None:
-    with pytest.raises(TokenMergeError, match="step_ratios needs to know"):
-        apply(tiny.sdxl_unet(), step_ratios=(0.25, 0.5))
-
-
-def test_blocks_that_stay_whole_need_nothing() -> None:
-    pipe = apply(tiny.build("sdxl"), block_ratios=(0.0, 0.5), method="random")
-    phases = []
-    pipe.unet.register_forward_hook(
-        lambda *_: phases.append((pipe.unet._tokenmerge.state.phase, pipe.unet._tokenmerge.state.kind() is None))
-    )
-    tiny.draw(pipe, steps=7)
-    reuse = ("reuse", False)
-    assert phases == [("select", True), *[reuse] * 4, ("reweigh", True), reuse]
 
 
 @pytest.mark.parametrize(
@@ -670,27 +748,18 @@ def test_steps_that_make_maps_are_not_recorded_where_they_need_the_host(options:
 
 
 def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:
-    pipe = apply(tiny.build("sdxl"), start=0.2, anchor_every=3)
+    pipe = tokenmerge.apply(tiny.build("sdxl"), [Merge(start=0.2), Hold(start=0.5)])
     tiny.draw(pipe, steps=10)
-    told = tokenmerge.summary(pipe)
-    assert told.steps == {"full": 2, "anchor": 3, "merged": 5}
-    assert "Steps of the last image: 2 whole, 3 whole and merged (anchors), 5 merged." in str(told)
+    summary = tokenmerge.summary(pipe)
+    assert summary.steps == {"full": 2, "merged": 5, "held": 3}
+    assert "Steps of the last image: 2 full, 5 merged, 3 held." in str(summary)
+    tokenmerge.apply(pipe, Hold())
+    assert "Steps of" not in str(tokenmerge.summary(pipe))
     tiny.draw(pipe, steps=2)
-    assert "1 whole, 1 whole and merged (anchors): nothing was saved" in str(tokenmerge.summary(pipe))
-    assert "Steps of" not in str(tokenmerge.summary(apply(pipe)))
-    apply(pipe, anchor_every=3, step_ratios=(0, 0.5))
-    tiny.draw(pipe, steps=8)
-    assert tokenmerge.summary(pipe).steps == {"full": 4, "anchor": 2, "merged": 2}
+    assert "Steps of the last image: 2 full: nothing was saved." in str(tokenmerge.summary(pipe))
 
 
 def test_two_calls_are_one_step_of_the_summary() -> None:
     pipe = apply(tiny.build("flux"), start=0.5)
     tiny.draw(pipe, steps=4, **true_cfg())
     assert tokenmerge.summary(pipe).steps == {"full": 2, "merged": 2}
-
-
-@pytest.mark.parametrize(("kind", "preset"), [("sdxl", "unet-anchored"), ("sd3", "dit-anchored")])
-def test_by_default_pictures_are_held(kind: str, preset: str) -> None:
-    plan = tokenmerge.plan(tiny.build(kind), ratio=0.75, height=64, width=64)
-    assert plan.config == load_preset(preset).replace(ratio=0.75)
-    assert "the first 20% of the steps run whole, about one in 5 of those that merge runs whole as well" in str(plan)
