@@ -31,7 +31,7 @@ from .runtime.installing import Installation
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
 from .runtime.scheduler import Follower, check_levels, scheduler_source
-from .runtime.state import RECORD, State
+from .runtime.state import APPLIED, State
 
 Model = TypeVar("Model")
 # What `apply` takes as a technique.
@@ -82,21 +82,21 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
 def remove(model: Model) -> Model:
     """Take all techniques off a pipeline or denoiser, which is then exactly as before `apply`. Safe to call twice."""
     denoiser = denoiser_of(model)
-    record = vars(denoiser).get(RECORD)
-    if record is not None:
-        record.installation.uninstall()
-        record.state.close()
-        delattr(denoiser, RECORD)
+    known = vars(denoiser).get(APPLIED)
+    if known is not None:
+        known.installation.uninstall()
+        known.state.close()
+        delattr(denoiser, APPLIED)
     return model
 
 
 @contextmanager
 def applied(model: Model, technique: Asked = None, *, scheduler: Any = None, **fields: Any) -> Iterator[Model]:
     """`apply` inside a `with` block; afterwards the model has what it had before, be it techniques or none."""
-    record = vars(denoiser_of(model)).get(RECORD)
-    # Not the record itself, whose maps and residuals would be kept for as long.
-    before = (record.plan, record.scheduler_of) if record is not None else None
-    del record
+    known = vars(denoiser_of(model)).get(APPLIED)
+    # Not all that is known, whose maps and residuals would be kept for as long.
+    before = (known.plan, known.scheduler_of) if known is not None else None
+    del known
     apply(model, technique, scheduler=scheduler, **fields)
     try:
         yield model
@@ -137,16 +137,16 @@ def plan(
 def summary(model: Any) -> Summary:
     """What is applied to a pipeline or denoiser, and what its last image did."""
     denoiser = denoiser_of(model)
-    record = vars(denoiser).get(RECORD)
-    if record is None:
+    known = vars(denoiser).get(APPLIED)
+    if known is None:
         return Summary(None, compiled=compiled_state(denoiser))
     groups = []
-    for group in record.merging.groups if record.merging is not None else ():
+    for group in known.merging.groups if known.merging is not None else ():
         partition = group.partition if group.has_maps else None
         groups.append(
             {
                 "group": group.name,
-                "sites": sum(site.group == group.name for site in record.plan.merged_sites),
+                "sites": sum(site.group == group.name for site in known.plan.merged_sites),
                 "grid": " + ".join(map(str, group.grids)) or "not run yet",
                 "tokens": f"{partition.layout.tokens} -> {partition.layout.merged}" if partition else "not run yet",
                 "regions": partition.description if partition else "not run yet",
@@ -155,8 +155,8 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    kept = record.holding.nbytes if record.holding is not None else 0
-    return Summary(record.plan, tuple(groups), compiled_state(denoiser), kept, dict(record.state.steps))
+    kept = known.holding.nbytes if known.holding is not None else 0
+    return Summary(known.plan, tuple(groups), compiled_state(denoiser), kept, dict(known.state.steps))
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class TokenMap:
 
 def token_maps(model: Any) -> list[TokenMap]:
     """The maps of a model that has run with merging, one for each group that has one, without reference images."""
-    record = vars(denoiser_of(model)).get(RECORD)
+    known = vars(denoiser_of(model)).get(APPLIED)
     maps = []
-    for group in record.merging.groups if record is not None and record.merging is not None else ():
+    for group in known.merging.groups if known is not None and known.merging is not None else ():
         if group.partition is None or group.slot is None or not group.has_maps:
             continue
         grid, layout = group.grids[0], group.partition.layout
@@ -221,7 +221,7 @@ def _way_out_of_noise(family: Family, plan_: Plan) -> str:
 
 def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
-    before = vars(denoiser).get(RECORD)
+    before = vars(denoiser).get(APPLIED)
     remove(denoiser)
     installation, follower = Installation(), None
     try:
@@ -242,7 +242,7 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
         if before is not None:
             _apply_plan(denoiser, family, before.plan, before.scheduler_of)
         raise
-    setattr(denoiser, RECORD, _Applied(plan_, state, installation, scheduler_of, merging, holding))
+    setattr(denoiser, APPLIED, _Applied(plan_, state, installation, scheduler_of, merging, holding))
 
 
 def _install(

@@ -9,12 +9,12 @@ from torch import nn
 
 from ..errors import TokenMergeError
 from ..families import denoiser_of, family_of
-from ..runtime.state import RECORD
+from ..runtime.state import APPLIED
 from .graphs import GraphedForward, Recordable
 
 Model = TypeVar("Model")
 
-# Where `compile` keeps its record, on the denoiser.
+# Where `compile` keeps what it knows, on the denoiser.
 _COMPILED = "_tokenmerge_compiled"
 
 
@@ -58,11 +58,11 @@ def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) ->
 def uncompile(model: Model) -> Model:
     """Undo `compile`. Safe to call twice."""
     denoiser = denoiser_of(model)
-    record = vars(denoiser).get(_COMPILED)
-    if record is not None:
-        if record.graphs is not None:
-            record.graphs.undo()
-        for block in record.blocks:
+    known = vars(denoiser).get(_COMPILED)
+    if known is not None:
+        if known.graphs is not None:
+            known.graphs.undo()
+        for block in known.blocks:
             block._compiled_call_impl = None
         delattr(denoiser, _COMPILED)
     return model
@@ -70,17 +70,17 @@ def uncompile(model: Model) -> Model:
 
 def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
     """Why calls of a denoiser that has run run as they are, though they were to be replayed as CUDA graphs."""
-    record = vars(denoiser).get(_COMPILED)
-    if record is None or record.graphs is None:
+    known = vars(denoiser).get(_COMPILED)
+    if known is None or known.graphs is None:
         return ()
     # A method that draws maps with the help of the host in every call is never recorded, and never fails to be.
-    return record.graphs.refusals or (() if record.graphs.recordings else ("all of them need the host",))
+    return known.graphs.refusals or (() if known.graphs.recordings else ("all of them need the host",))
 
 
 def recordings(denoiser: nn.Module) -> int | None:
     """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
-    record = vars(denoiser).get(_COMPILED)
-    return record.graphs.recordings if record is not None and record.graphs is not None else None
+    known = vars(denoiser).get(_COMPILED)
+    return known.graphs.recordings if known is not None and known.graphs is not None else None
 
 
 def compiled_state(denoiser: nn.Module) -> str:
@@ -89,8 +89,8 @@ def compiled_state(denoiser: nn.Module) -> str:
 
 
 def _applied_state(denoiser: nn.Module) -> Recordable | None:
-    record = vars(denoiser).get(RECORD)
-    return record.state if record is not None and (record.merging or record.holding) else None
+    known = vars(denoiser).get(APPLIED)
+    return known.state if known is not None and (known.merging or known.holding) else None
 
 
 def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:

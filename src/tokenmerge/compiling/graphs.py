@@ -76,8 +76,8 @@ class _Recording:
         return self.state is None or self.state.still_owns(self.owners)
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        for held, given in zip(self.inputs, tensors, strict=True):
-            held.copy_(given, non_blocking=True)
+        for own, given in zip(self.inputs, tensors, strict=True):
+            own.copy_(given, non_blocking=True)
         self.graph.replay()
         # The next replay overwrites the results, and guidance needs two at once.
         return pytree.tree_unflatten([output.clone() for output in self.outputs], self.structure)
@@ -183,10 +183,10 @@ class GraphedForward:
     ) -> Any:
         self._make_room()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [_held(each, device) for each in tensors]
-        held = iter(inputs)
-        held_leaves = [next(held) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(held_leaves, structure)
+        inputs = [_owned(each, device) for each in tensors]
+        own = iter(inputs)
+        own_leaves = [next(own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(own_leaves, structure)
         before = state.done() if state is not None else None
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
@@ -205,11 +205,11 @@ class GraphedForward:
             if key in self._failed:
                 self._refused[key] = first_line(_cause(error))
                 return self._original(*call[0], **call[1])
-            # The held tensors may be such that blocks are compiled for them once more, which no capture can hold; run
+            # Tensors of its own may be such that blocks are compiled for them once more, which no capture can hold; run
             # as it is, the call does that.
             self._failed.add(key)
             # A denoiser may have emptied a list that it was given, as that of a T2I-Adapter's features.
-            args, kwargs = pytree.tree_unflatten(held_leaves, structure)
+            args, kwargs = pytree.tree_unflatten(own_leaves, structure)
             return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
         done, owners = (state.done(), state.owners()) if state is not None else (None, None)
@@ -245,12 +245,12 @@ class GraphedForward:
         self._seen.clear()
 
 
-def _held(tensor: Tensor, device: torch.device) -> Tensor:
+def _owned(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of a recording's own, which compiled code takes for one like the given: it tells tensors of inference
     mode from others, and would be compiled anew."""
     with torch.inference_mode(tensor.is_inference()):
-        held = torch.empty_like(tensor, device=device)
-    return held.copy_(tensor)
+        own = torch.empty_like(tensor, device=device)
+    return own.copy_(tensor)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -299,8 +299,8 @@ def _rare(module: nn.Module) -> Iterator[Any]:
     # A processor may be a module, which is among the submodules, or a plain object.
     for holder in (values, vars(values["processor"]) if values.get("processor") is not None else {}):
         for content in (holder[name] for name in _CONTENTS if name in holder):
-            held = content.values() if isinstance(content, dict) else content
-            yield tuple(held) if isinstance(content, dict | list) else held
+            own = content.values() if isinstance(content, dict) else content
+            yield tuple(own) if isinstance(content, dict | list) else own
         yield holder.get(_BACKEND)
     if "_diffusers_hook" in values:
         yield tuple(values["_diffusers_hook"].hooks)

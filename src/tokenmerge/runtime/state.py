@@ -16,8 +16,8 @@ from .clock import MAX_CALLS
 from .scheduler import Follower
 from .timeline import FULL, HELD, MERGED, Step, Timeline
 
-# Where `apply` keeps its record, on the denoiser itself so that both live and die together.
-RECORD = "_tokenmerge"
+# Where `apply` keeps what it knows, on the denoiser itself so that both live and die together.
+APPLIED = "_tokenmerge"
 
 
 class Merging(Protocol):

@@ -18,7 +18,7 @@ from ..grid import invert_order, join_regions, split_regions
 # Bits of an fp32 sum, less one for a gain's sign and growth; and the least and most that a similarity is left with: a
 # token's similarity to itself is 1 up to a few roundings, and must come to 1.
 _SUM_BITS = 22
-_LEAST_BITS, _MOST_BITS = 14, 18
+_LEAST_BITS, MOST_BITS = 14, 18
 # Share of the best gain that stochastic greedy may lose in expectation.
 _STOCHASTIC_LOSS = 0.1
 _RIDGE = 1e-6
@@ -89,7 +89,7 @@ def with_exact_sums(similarity: Tensor) -> Tensor:
 
 def sum_bits(sources: int) -> int:
     """Bits behind the point of a similarity whose sums over this many sources are to be exact."""
-    return min(_MOST_BITS, max(_LEAST_BITS, _SUM_BITS - math.ceil(math.log2(sources))))
+    return min(MOST_BITS, max(_LEAST_BITS, _SUM_BITS - math.ceil(math.log2(sources))))
 
 
 def select_destinations(similarity: Tensor, count: int) -> Tensor:

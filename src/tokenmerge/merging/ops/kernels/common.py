@@ -16,27 +16,27 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def token_indices(order, places, held):
+def token_indices(order, places, present):
     """Row-major indices of the tokens at `places` of the region order."""
     if order is None:
         return places.to(tl.int64)
     else:
-        return tl.load(order + places, mask=held, other=0)
+        return tl.load(order + places, mask=present, other=0)
 
 
 @triton.jit
-def load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS: tl.constexpr):
+def load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS: tl.constexpr):
     """Values [rows, columns], 0 beyond the region and the channels."""
     places = tokens + indices[:, None] * token_n + columns[None, :] * token_c
-    return tl.load(places, mask=held[:, None] & (columns < CHANNELS)[None, :], other=0.0)
+    return tl.load(places, mask=present[:, None] & (columns < CHANNELS)[None, :], other=0.0)
 
 
 @triton.jit
-def squared_norms(tokens, indices, held, token_n, token_c, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
+def squared_norms(tokens, indices, present, token_n, token_c, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr):
     squares = tl.zeros(indices.shape, tl.float32)
     for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=3):
         columns = start + tl.arange(0, BLOCK_C)
-        values = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS).to(tl.float32)
+        values = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS).to(tl.float32)
         squares += tl.sum(values * values, 1)
     return squares
 

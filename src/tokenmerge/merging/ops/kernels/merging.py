@@ -56,12 +56,12 @@ def _merge_kernel(
     total = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     for start in range(0, SIZE, BLOCK_N):
         places = start + tl.arange(0, BLOCK_N)
-        held = places < SIZE
-        indices = token_indices(order, region * SIZE + places, held)
-        values = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
+        present = places < SIZE
+        indices = token_indices(order, region * SIZE + places, present)
+        values = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS)
         shares = tl.load(
             weights + spots[:, None] * weight_k + places[None, :] * weight_n,
-            mask=wanted[:, None] & held[None, :],
+            mask=wanted[:, None] & present[None, :],
             other=0.0,
         )
         total = tl.dot(shares.to(values.dtype), values, total, input_precision="ieee")
@@ -111,15 +111,15 @@ def _unmerge_kernel(
     sample = (pair // regions).to(tl.int64)
     columns = program % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     places = program // blocks % chunks * BLOCK_N + tl.arange(0, BLOCK_N)
-    held = places < SIZE
+    present = places < SIZE
     merged += sample * merged_b
     weights += sample * weight_b + region.to(tl.int64) * weight_r
-    indices = token_indices(order, region * SIZE + places, held)
+    indices = token_indices(order, region * SIZE + places, present)
 
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     if residual is not None:
         # Before the product, so that these loads are in flight during it.
-        base = load_tokens(residual + sample * residual_b, indices, held, columns, residual_n, residual_c, CHANNELS)
+        base = load_tokens(residual + sample * residual_b, indices, present, columns, residual_n, residual_c, CHANNELS)
     for start in range(0, COUNT, BLOCK_K):
         spots = start + tl.arange(0, BLOCK_K)
         wanted = spots < COUNT
@@ -130,7 +130,7 @@ def _unmerge_kernel(
             values = (values.to(tl.float32) - before.to(tl.float32)).to(values.dtype)
         shares = tl.load(
             weights + places[:, None] * weight_n + spots[None, :] * weight_k,
-            mask=held[:, None] & wanted[None, :],
+            mask=present[:, None] & wanted[None, :],
             other=0.0,
         )
         total = tl.dot(shares.to(values.dtype), values, total, input_precision="ieee")
@@ -140,7 +140,7 @@ def _unmerge_kernel(
     tl.store(
         out + rows[:, None] * CHANNELS + columns[None, :],
         total.to(out.dtype.element_ty),
-        mask=held[:, None] & (columns < CHANNELS)[None, :],
+        mask=present[:, None] & (columns < CHANNELS)[None, :],
     )
 
 

@@ -35,11 +35,11 @@ def gather_rotary_kernel(
     first = tl.program_id(0) * BLOCK_M
     while first < rows:
         places = first + tl.arange(0, BLOCK_M)
-        held = places < rows
+        present = places < rows
         image = places >= text
-        picked = text + tl.load(destinations + places - text, mask=held & image, other=0)
+        picked = text + tl.load(destinations + places - text, mask=present & image, other=0)
         sources = tl.where(image, picked, places)
-        inside = held[:, None] & (columns < width)[None, :]
+        inside = present[:, None] & (columns < width)[None, :]
         targets = places[:, None] * width + columns[None, :]
         cosine = tl.load(cosines + sources[:, None] * cosine_n + columns[None, :], mask=inside)
         sine = tl.load(sines + sources[:, None] * sine_n + columns[None, :], mask=inside)

@@ -57,13 +57,13 @@ def _select_kernel(
     region = pair % regions
     tokens += (pair // regions).to(tl.int64) * token_b
     places = tl.arange(0, BLOCK_N)
-    held = places < SIZE
-    indices = token_indices(order, region * SIZE + places, held)
+    present = places < SIZE
+    indices = token_indices(order, region * SIZE + places, present)
 
     pairs = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
     for start in range(0, CHANNELS, BLOCK_C):
         columns = start + tl.arange(0, BLOCK_C)
-        values = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
+        values = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS)
         pairs = add_products(pairs, values, values)
     if COSINE:
         # The diagonal holds the squared norms.
@@ -78,8 +78,8 @@ def _select_kernel(
 
     gains = tl.sum(pairs, 1)
     # Places beyond the region gain nothing as sources and are never free as candidates.
-    covered = tl.where(held, -float("inf"), float("inf"))
-    turns = tl.where(held, COUNT, -1)
+    covered = tl.where(present, -float("inf"), float("inf"))
+    turns = tl.where(present, COUNT, -1)
     for turn in range(COUNT):
         best = tl.argmax(tl.where(turns == COUNT, gains, -float("inf")), 0)
         turns = tl.where(places == best, turn, turns)
@@ -128,11 +128,11 @@ def _select_scratch_kernel(
     for sample in tl.range(0, SAMPLES, num_stages=1):
         for top in tl.range(0, SIZE, BLOCK_M, num_stages=1):
             places = top + tl.arange(0, BLOCK_M)
-            held = places < SIZE
-            indices = token_indices(order, region * SIZE + places, held)
+            present = places < SIZE
+            indices = token_indices(order, region * SIZE + places, present)
             base = tokens + (first + sample) * token_b
-            squares = squared_norms(base, indices, held, token_n, token_c, CHANNELS, BLOCK_C)
-            tl.store(factors + sample * factor_b + places, squares, mask=held)
+            squares = squared_norms(base, indices, present, token_n, token_c, CHANNELS, BLOCK_C)
+            tl.store(factors + sample * factor_b + places, squares, mask=present)
     tl.debug_barrier()
 
     # Fixed point needs a bound: 1 for cosines; for dot products the largest squared norm.
@@ -244,7 +244,7 @@ def _greedy(
     # Similarity is symmetric: a candidate's column is a row of every sample.
     corner = (sources // SIZE).to(tl.int64) * pair_b + sources % SIZE
     candidates = tl.arange(0, BLOCK_N)
-    held = candidates < SIZE
+    present = candidates < SIZE
     log += program.to(tl.int64) * 3 * (BLOCK_S + ROWS)
     lows = log + BLOCK_S + ROWS
     highs = lows + BLOCK_S + ROWS
@@ -256,7 +256,7 @@ def _greedy(
         block = _load_rows(pairs, tl.where(filled, listed, 0), candidates, pair_b, SAMPLES, SIZE, BLOCK_N)
         gains += tl.sum(tl.where(filled[:, None], block + SCALE, 0), 0)
     covered = tl.where(real, -SCALE, SCALE)
-    turns = tl.where(held, COUNT, -1)
+    turns = tl.where(present, COUNT, -1)
     for turn in tl.range(0, COUNT, num_stages=1):
         best = tl.argmax(tl.where(turns == COUNT, gains, -1), 0)
         turns = tl.where(candidates == best, turn, turns)
@@ -283,7 +283,7 @@ def _greedy(
             start += ROWS
         # The next turn overwrites the log.
         tl.debug_barrier()
-    indices = token_indices(order, region * SIZE + candidates, held)
+    indices = token_indices(order, region * SIZE + candidates, present)
     tl.store(chosen + program.to(tl.int64) * COUNT + turns, indices, mask=(turns >= 0) & (turns < COUNT))
 
 
@@ -411,5 +411,6 @@ def _fixed_pairs(
 
 
 def _scale(sources: int) -> int:
-    """What a similarity of 1 is in fixed point: a gain, up to twice that for each source, must fit into int32."""
-    return min(2**23, (2**30 - 1) // sources)
+    """What a similarity of 1 is in fixed point, no finer than in the reference: a gain, up to twice that for each
+    source, must fit into int32."""
+    return min(2**reference.MOST_BITS, (2**30 - 1) // sources)

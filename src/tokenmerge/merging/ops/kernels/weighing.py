@@ -98,19 +98,19 @@ def _weigh_kernel(
     totals = tl.zeros((BLOCK_K,), tl.float32)
     for first in tl.range(0, SIZE, BLOCK_N, num_stages=1):
         places = first + tl.arange(0, BLOCK_N)
-        held = places < SIZE
-        inside = held[:, None] & wanted[None, :]
-        indices = token_indices(order, region * SIZE + places, held)
+        present = places < SIZE
+        inside = present[:, None] & wanted[None, :]
+        indices = token_indices(order, region * SIZE + places, present)
         pairs = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for start in tl.range(0, CHANNELS, BLOCK_C, num_stages=3):
             columns = start + tl.arange(0, BLOCK_C)
-            ours = load_tokens(tokens, indices, held, columns, token_n, token_c, CHANNELS)
+            ours = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS)
             theirs = load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
             pairs = add_products(pairs, ours, theirs)
         if COSINE:
             # Not of what the products load: Triton 3.6 gives loads that also serve something else a buffer too few, and
             # products of four warps, which run on their own, would read what the next load overwrites.
-            squares = squared_norms(tokens, indices, held, token_n, token_c, CHANNELS, BLOCK_C)
+            squares = squared_norms(tokens, indices, present, token_n, token_c, CHANNELS, BLOCK_C)
             pairs *= inverse_norm(squares)[:, None] * target_factors[None, :]
         else:
             pairs *= shrink
@@ -129,9 +129,9 @@ def _weigh_kernel(
         tl.debug_barrier()
         for first in tl.range(0, SIZE, BLOCK_N, num_stages=1):
             places = first + tl.arange(0, BLOCK_N)
-            held = places < SIZE
-            inside = held[:, None] & wanted[None, :]
-            indices = token_indices(order, region * SIZE + places, held)
+            present = places < SIZE
+            inside = present[:, None] & wanted[None, :]
+            indices = token_indices(order, region * SIZE + places, present)
             cells = places[:, None] * COUNT + spots[None, :]
             spread = tl.load(scratch + pair.to(tl.int64) * COUNT * SIZE + cells, mask=inside, other=0.0)
             _store_merge(merge, spread, totals, targets, indices, spots, places, inside, SIZE)
