@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tiny
 import tokenmerge
+from tokenmerge import Hold, Merge
 
 SIDE = 4  # regions are SIDE x SIDE tiles
 
@@ -230,32 +231,22 @@ def flux_component(block: nn.Module, maps: PlainMaps) -> Forward:
 COMPONENT = {"sd": unet_component, "sdxl": unet_component, "sd3": sd3_component, "flux": flux_component}
 
 
-def merge_span(blocks: list[nn.Module], maps: PlainMaps, group: Callable[[nn.Module, Tensor], Any]) -> None:
-    """Consecutive blocks on merged tokens: the first merges, all gather rotary tables, the last unmerges the change."""
-    kept: dict[str, Any] = {}
+def merged_block(block: nn.Module, maps: PlainMaps) -> Forward:
+    """Any block as a whole: it runs on merged tokens, and what it changed in them is unmerged."""
+    original = block.forward
 
-    def merged_forward(block: nn.Module) -> Forward:
-        original = block.forward
+    def forward(hidden_states: Tensor, **others: Any) -> Any:
+        here = maps.of((type(block), hidden_states.shape[1]), hidden_states)
+        merged = here.merge(hidden_states)
+        if "image_rotary_emb" in others:
+            length = others["encoder_hidden_states"].shape[1]
+            others["image_rotary_emb"] = here.rotary(others["image_rotary_emb"], length)
+        output = original(merged, **others)
+        *text, left = output if isinstance(output, tuple) else (output,)
+        tokens = hidden_states + here.unmerge(left - merged)
+        return (*text, tokens) if text else tokens
 
-        def forward(hidden_states: Tensor, **others: Any) -> Any:
-            if block is blocks[0]:
-                kept["map"] = maps.of(group(block, hidden_states), hidden_states)
-                kept["whole"], kept["merged"] = hidden_states, kept["map"].merge(hidden_states)
-                hidden_states = kept["merged"]
-            if "image_rotary_emb" in others:
-                length = others["encoder_hidden_states"].shape[1]
-                others["image_rotary_emb"] = kept["map"].rotary(others["image_rotary_emb"], length)
-            output = original(hidden_states, **others)
-            if block is not blocks[-1]:
-                return output
-            *text, left = output if isinstance(output, tuple) else (output,)
-            tokens = kept["whole"] + kept["map"].unmerge(left - kept["merged"])
-            return (*text, tokens) if text else tokens
-
-        return forward
-
-    for block in blocks:
-        block.forward = merged_forward(block)
+    return forward
 
 
 def blocks_of(pipe: Any) -> dict[str, nn.Module]:
@@ -269,24 +260,8 @@ def blocks_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def merge_plainly(pipe: Any, kind: str, sites: str, maps: PlainMaps) -> None:
-    blocks = blocks_of(pipe)
-    if sites == "component":
-        for block in blocks.values():
-            block.forward = COMPONENT[kind](block, maps)
-        return
-
-    def group(block: nn.Module, tokens: Tensor) -> Any:
-        return type(block), tokens.shape[1]
-
-    if sites == "block":
-        spans = [[block] for block in blocks.values()]
-    elif kind in ("sd3", "flux"):
-        spans = [list(blocks.values())]
-    else:
-        stacks = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
-        spans = [[block for name, block in blocks.items() if name.startswith(f"{stack}.")] for stack in stacks]
-    for span in spans:
-        merge_span(span, maps, group)
+    for block in blocks_of(pipe).values():
+        block.forward = COMPONENT[kind](block, maps) if sites == "component" else merged_block(block, maps)
 
 
 # Cosines tie wherever two tokens are each other's nearest (either gains the same), so few are kept of every region;
@@ -312,14 +287,9 @@ def assert_equal_to_plain(
         "reweigh": {"weights_every": 1},
         "select": {"destinations_every": 1, "weights_every": 1},
     }
-    tokenmerge.apply(
-        pipe,
-        sites=sites,
-        regions=f"tile:{SIDE}x{SIDE}",
-        levels={"sd": (1, 2), "sdxl": (2, 4)}.get(kind),
-        skip_first=0,
-        **{**tiny.PLAIN, **setting, **every[each_call]},
-    )
+    levels = {"sd": (1, 2), "sdxl": (2, 4)}.get(kind)
+    merge = Merge(sites=sites, regions=f"tile:{SIDE}x{SIDE}", levels=levels, **setting, **every[each_call])
+    tokenmerge.apply(pipe, merge)
     merged = tiny.draw(pipe, batch=batch, seed=seed, steps=steps)
     torch.testing.assert_close(merged, expected, rtol=0, atol=1e-4)
     assert (merged - unpatched).abs().max() > 0.05
@@ -337,7 +307,7 @@ def first_without_tie(plain: Any, maps: PlainMaps, **call: Any) -> tuple[int, Te
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["similarity"])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("sites", ["component", "block"])
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
 def test_merged_pipelines_equal_the_plain_computation(
     kind: str, sites: str, batch: int, setting: dict[str, Any]
@@ -346,7 +316,29 @@ def test_merged_pipelines_equal_the_plain_computation(
 
 
 @pytest.mark.parametrize("each_call", ["reweigh", "select"])
-@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("sites", ["component", "block"])
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
 def test_refreshed_maps_equal_the_plain_computation(kind: str, sites: str, each_call: str) -> None:
     assert_equal_to_plain(kind, sites, 1, SETTINGS[1], steps=3, each_call=each_call)
+
+
+@pytest.mark.parametrize("technique", [Merge(ratio=0.0), Hold(every=1), [Merge(ratio=0.0), Hold(every=1)]], ids=str)
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_nothing_merged_and_nothing_held_is_plain_bit_for_bit(kind: str, technique: Any) -> None:
+    pipe = tiny.build(kind)
+    plain = tiny.draw(pipe, steps=4)
+    tokenmerge.apply(pipe, technique)
+    assert torch.equal(tiny.draw(pipe, steps=4), plain)
+    assert torch.equal(tiny.draw(tokenmerge.remove(pipe), steps=4), plain)
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_a_technique_that_does_nothing_leaves_the_other_as_it_is(kind: str) -> None:
+    nothing: dict[type[Merge] | type[Hold], Merge | Hold] = {Merge: Merge(ratio=0.0), Hold: Hold(every=1)}
+    pipe = tiny.build(kind)
+    for acting, other in ((Merge(regions="tile:2x2"), Hold), (Hold(every=2, start=0.0), Merge)):
+        alone = tiny.draw(tokenmerge.apply(pipe, acting), steps=4)
+        steps = tokenmerge.summary(pipe).steps
+        tokenmerge.apply(pipe, [acting, nothing[other]])
+        assert torch.equal(tiny.draw(pipe, steps=4), alone)
+        assert tokenmerge.summary(pipe).steps == steps
