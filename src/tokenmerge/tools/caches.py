@@ -1,7 +1,7 @@
 """Step caches of diffusers, as typed: `first-block:threshold=0.1`. They skip work that hardly changes between steps.
 
-A cache comes after merging and goes before it: enable after `apply`, disable before the next. Pipelines forget what a
-cache holds at the end of every call.
+Enable a cache after `apply`, and disable it before the next `apply`. Pipelines forget what a cache holds at the end of
+every call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, get_args, get_type_hints
 import diffusers.hooks
 import torch
 
-from ..errors import TokenMergeError
-from ..runtime.installing import cache_hooks
-from .measure import timed_calls
-from .typed import parse_as, read_fields
+from ..errors import TokenMergeError, did_you_mean
 from ..families import denoiser_of
+from ..runtime.foreign import cache_hooks
+from .fields import parse_as, read_fields
+from .measure import timed_calls
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ _KINDS = {
         {"spatial_attention_block_skip_range": _SOME, "spatial_attention_timestep_skip_range": (-1, 1000)},
     ),
 }
+CACHES = tuple(_KINDS)
 # Of a picture that shows whether a cache works at all.
 TRIAL_STEPS = 2
 # A list of numbers, as diffusers prints what it has calibrated.
@@ -84,17 +85,19 @@ def read_cache(text: str) -> StepCache:
     """A cache as typed: its name, and fields after a colon, as in `mag:threshold=0.06,max_skip_steps=3`."""
     name, given = read_fields(text, "cache", "first-block:threshold=0.1")
     if name not in _KINDS:
-        raise TokenMergeError(f"cache {name!r} is unknown; choose from {', '.join(_KINDS)}")
+        near = did_you_mean(name, CACHES)
+        raise TokenMergeError(f"cache {name!r} is unknown{near}; choose from {', '.join(CACHES)}")
     kind, made = _KINDS[name], _config_class(name)
     hints = get_type_hints(made)
     values = {item.name: item.default for item in fields(made) if item.name in kind.bounds}
     for field, typed in given.items():
         if field not in values:
-            raise TokenMergeError(f"cache {name!r} has no field {field!r} to set; fields are {', '.join(values)}")
+            near = did_you_mean(field, values)
+            raise TokenMergeError(f"cache {name!r} has no field {field!r}{near}; its fields are {', '.join(values)}")
         try:
             values[field] = _parser(hints[field])(typed)
         except ValueError as error:
-            raise TokenMergeError(f"cache {text!r}: {field} cannot be {typed!r} ({error})") from error
+            raise TokenMergeError(f"cache {text.strip()!r}: {field}: {error}") from error
         _check_bounds(name, field, values[field], kind.bounds[field])
     return StepCache(name, tuple(values.items()))
 
@@ -131,8 +134,8 @@ def disable_cache(pipe: Any) -> None:
 
 
 def calibrate(pipe: Any, draw: Callable[[], object], steps: int) -> list[float]:
-    """How the residual of the unmerged denoiser grows from step to step, measured in one call of the pipeline: what the
-    mag cache decides by. Where guidance has calls of its own, that of the first, conditional one."""
+    """How the residual of the plain denoiser grows from step to step, measured in one call of the pipeline: the mag
+    cache decides by it. Where guidance has calls of its own, the first, conditional one counts."""
     denoiser, printed = _cacheable(pipe), io.StringIO()
     denoiser.enable_cache(_config_class("mag")(calibrate=True, num_inference_steps=steps))
     try:
@@ -166,8 +169,13 @@ def try_cache(pipe: Any, cache: StepCache, draw: Callable[[], object], steps: in
         )
 
 
-def _cacheable(pipe: Any) -> Any:
-    denoiser: Any = denoiser_of(pipe)
+def check_cacheable(model: Any) -> None:
+    """Refuse models that have no caches. model: a pipeline or a denoiser, on the meta device too."""
+    _cacheable(model)
+
+
+def _cacheable(model: Any) -> Any:
+    denoiser: Any = denoiser_of(model)
     if not hasattr(denoiser, "enable_cache"):
         raise TokenMergeError(
             f"{type(denoiser).__name__} has no enable_cache in diffusers {diffusers.__version__}; leave out the cache"
@@ -191,7 +199,7 @@ def _parser(hint: Any) -> Callable[[str], Any]:
 def _dtype(text: str) -> torch.dtype:
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError("write float32, float16 or bfloat16")
+        raise ValueError(f"{text!r} is no dtype of numbers; write float32, float16 or bfloat16")
     return found
 
 

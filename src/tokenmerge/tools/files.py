@@ -1,13 +1,15 @@
-"""Files that are there whole or not at all, whenever the process or the machine dies, and what tells them apart."""
+"""Files that are there whole or not at all, whenever the process or the machine dies; and JSON for all readers."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..errors import TokenMergeError
 
@@ -81,3 +83,17 @@ def digest_of(path: Path) -> str:
     except OSError as error:
         raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); mend it, or leave it out") from error
     return digest.hexdigest()[:16]
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: infinities, which it has no numbers for, as texts."""
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same with infinities and NaN as texts: "inf", "-inf", "nan"."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,31 +1,37 @@
-"""Models by name: bundled ones, folders and hub ids; whole pipelines, or denoisers from their configs alone."""
+"""Models by name: bundled ones, folders and hub ids; whole pipelines, or outlines from their config files alone."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..errors import TokenMergeError, first_line
-from ..families import denoiser_of, families, family_of
+from ..errors import TokenMergeError, did_you_mean, first_line
+from ..families import Family, denoiser_of, families, family_of
 from .sizes import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
 # What only paths of folders begin with.
 _PATHS = ("./", "../", "~")
-_BUNDLED = Path(__file__).parent.parent / "models"
+# The models of the distribution tokenmerge-models, also where that is not installed.
+BUNDLED = ("tiny-flux", "tiny-sdxl")
+_BUNDLE = "tokenmerge_models"
 # Beside a model's weights: how its pipeline wants to be called.
 _CALL_FILE = "tokenmerge.json"
-# What a denoiser is made from without its weights.
+# What an outline is made from.
 _CONFIG_FILES = ("model_index.json", "config.json", "vae/config.json", *(f"{part}/config.json" for part in _PARTS))
+# Latents to a side where no config says how many, as in Flux's pipelines.
+_LATENTS = 128
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,56 @@ class CallDefaults:
     size: tuple[int, int] | None = None  # width, height
 
 
-def bundled_models() -> tuple[str, ...]:
-    """Names of the models that come with the package."""
-    return tuple(sorted(folder.name for folder in _BUNDLED.iterdir() if folder.is_dir())) if _BUNDLED.is_dir() else ()
+@dataclass(frozen=True)
+class Outline:
+    """A model from its config files alone: enough to check what is asked for before weights are loaded."""
+
+    model: str
+    denoiser: nn.Module  # on the meta device
+    scale: int  # pixels to a latent
+    defaults: CallDefaults = field(default_factory=CallDefaults)
+    pipeline: str | None = None  # the name of its class; None of a bare denoiser
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.denoiser)
+
+    @property
+    def own_size(self) -> tuple[int, int]:
+        """Width and height in pixels that it was made for."""
+        if self.defaults.size:
+            return self.defaults.size[0], self.defaults.size[1]
+        side = int(self.denoiser.config.get("sample_size", _LATENTS)) * self.scale  # type: ignore[union-attr, operator]
+        return side, side
+
+    @property
+    def pipeline_class(self) -> type | None:
+        """The class of its pipeline, if diffusers has it."""
+        _quieten_transformers()
+        return getattr(diffusers, self.pipeline, None) if self.pipeline else None
+
+    def check_size(self, width: int, height: int) -> None:
+        """Refuse pictures whose sides a pipeline would refuse or change, or that have too few tokens for any to
+        merge."""
+        unit = self.family.unit(self.denoiser, self.scale)
+        least = max(4 * self.scale, unit)
+        if min(width, height) < least or width % unit or height % unit:
+            near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
+            raise TokenMergeError(
+                f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {least}: "
+                f"try {near}"
+            )
+
+
+def best_device(name: str | None) -> torch.device:
+    """A device by name, or the best there is."""
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name or best)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise TokenMergeError(f"device {name!r} cannot be used here ({first_line(error)}); try {best}") from error
+    return device
 
 
 def dtype_on(device: torch.device, asked: str | None) -> str:
@@ -48,79 +101,11 @@ def dtype_on(device: torch.device, asked: str | None) -> str:
     return asked or ("float32" if device.type == "cpu" else "bfloat16")
 
 
-def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
-    """A pipeline by bundled name, folder or hub id, and how to call it."""
-    try:
-        from transformers.utils import logging
-    except ImportError as error:
-        raise TokenMergeError("text encoders need transformers: pip install .[generate]") from error
-    # Its advice on packages for images is not about these pipelines.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    place = _place(model)
-    if not Path(place).is_dir():
-        # Asked first, since what diffusers tells of names that nobody has is long.
-        _from_hub(model, ("model_index.json",))
-    try:
-        with warnings.catch_warnings():
-            # Newer versions prefer another name for it, which older ones ignore.
-            warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
-            pipe = DiffusionPipeline.from_pretrained(place, torch_dtype=dtype)
-    except (OSError, ValueError) as error:
-        names = ", ".join(bundled_models())
-        raise TokenMergeError(
-            f"{model!r} cannot be loaded ({first_line(error)}); give a bundled name ({names}), a diffusers folder or a "
-            "hub id"
-        ) from error
-    values = _read_json(Path(place), _CALL_FILE)
-    defaults = CallDefaults(**values) if values else CallDefaults()
-    return pipe.to(device), defaults
-
-
-def load_denoiser(model: str, dtype: str | None, device: torch.device) -> tuple[nn.Module, int]:
-    """The denoiser of a pipeline, or one of `RANDOM_MODELS` with random weights, and pixels per latent."""
-    if model not in RANDOM_MODELS:
-        pipe, _ = load_pipeline(model, getattr(torch, dtype_on(device, dtype)), device)
-        return denoiser_of(pipe).eval(), pipe.vae_scale_factor
-    config, usual = RANDOM_MODELS[model]
-    before = torch.get_default_dtype()
-    # Weights in their own dtype from the start: twice the size would not fit everywhere.
-    torch.set_default_dtype(getattr(torch, dtype or usual))
-    try:
-        with device, torch.random.fork_rng(_devices(device)):
-            torch.manual_seed(0)
-            return _from_config(config, model).eval(), 8
-    finally:
-        torch.set_default_dtype(before)
-
-
-def check_size(denoiser: nn.Module, scale: int, width: int, height: int) -> None:
-    """Refuse pictures whose sides, in pixels, a pipeline would refuse or change, or that have too few tokens for any to
-    merge. scale: pixels to a latent."""
-    unit = family_of(denoiser).unit(denoiser, scale)
-    least = max(4 * scale, unit)
-    if min(width, height) < least or width % unit or height % unit:
-        near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
-        raise TokenMergeError(
-            f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {least}: try {near}"
-        )
-
-
-def _devices(device: torch.device) -> list[torch.device]:
-    """Those whose generators a seed changes beside the CPU's."""
-    return [device] if device.type == "cuda" else []
-
-
-def _place(model: str) -> str:
-    """The folder of a bundled model, or what was given."""
-    return str(_BUNDLED / model) if model in bundled_models() else model
-
-
-def empty_denoiser(model: str) -> tuple[nn.Module, int]:
-    """The denoiser of a model, or one of `RANDOM_MODELS`, without weights, and pixels per latent."""
+def outline(model: str) -> Outline:
+    """A model, or one of `RANDOM_MODELS`, without weights."""
     if model in RANDOM_MODELS:
         with torch.device("meta"):
-            return _from_config(RANDOM_MODELS[model][0], model), 8
+            return Outline(model, _from_config(RANDOM_MODELS[model][0], model), 8)
     place = Path(_place(model))
     folder = place if place.is_dir() else _from_hub(model, _CONFIG_FILES)
     index = _read_json(folder, "model_index.json")
@@ -138,7 +123,72 @@ def empty_denoiser(model: str) -> tuple[nn.Module, int]:
     vae = _read_json(folder, "vae/config.json") if index else None
     scale = 2 ** (len(vae["block_out_channels"]) - 1) if vae and "block_out_channels" in vae else 8
     with torch.device("meta"):
-        return _from_config(config, model), scale
+        denoiser = _from_config(config, model)
+    return Outline(model, denoiser, scale, _defaults(folder), index.get("_class_name") if index else None)
+
+
+def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
+    """A pipeline by bundled name, folder or hub id, and how to call it."""
+    _quieten_transformers()
+    place = _place(model)
+    if not Path(place).is_dir():
+        # Asked first, since what diffusers tells of names that nobody has is long.
+        _from_hub(model, ("model_index.json",))
+    try:
+        with warnings.catch_warnings():
+            # Newer versions prefer another name for it, which older ones ignore.
+            warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+            pipe = diffusers.DiffusionPipeline.from_pretrained(place, torch_dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise TokenMergeError(f"{model!r} cannot be loaded ({first_line(error)}); {_WAY_OUT}") from error
+    return pipe.to(device), _defaults(Path(place))
+
+
+def load_denoiser(model: str, dtype: str | None, device: torch.device) -> nn.Module:
+    """The denoiser of a pipeline, or one of `RANDOM_MODELS` with random weights."""
+    if model not in RANDOM_MODELS:
+        pipe, _ = load_pipeline(model, getattr(torch, dtype_on(device, dtype)), device)
+        return denoiser_of(pipe).eval()
+    config, usual = RANDOM_MODELS[model]
+    before = torch.get_default_dtype()
+    # Weights in their own dtype from the start: twice the size would not fit everywhere.
+    torch.set_default_dtype(getattr(torch, dtype or usual))
+    try:
+        with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            return _from_config(config, model).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+_WAY_OUT = f"give a bundled name ({', '.join(BUNDLED)}), a diffusers folder or a hub id"
+
+
+def _place(model: str) -> str:
+    """The folder of a bundled model, or what was given."""
+    if model not in BUNDLED or (find_spec(_BUNDLE) is None and Path(model).is_dir()):
+        return model
+    if find_spec(_BUNDLE) is None:
+        raise TokenMergeError(
+            f"{model!r} comes with the package tokenmerge-models, which is not installed; in the repository run "
+            "pip install ./models, elsewhere pip install tokenmerge-models, or give a diffusers folder or a hub id"
+        )
+    folder: Path = importlib.import_module(_BUNDLE).models()[model]
+    return str(folder)
+
+
+def _quieten_transformers() -> None:
+    """Its advice on packages for images is not about these pipelines."""
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise TokenMergeError("text encoders need transformers: pip install tokenmerge[generate]") from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _defaults(folder: Path) -> CallDefaults:
+    return CallDefaults(**(_read_json(folder, _CALL_FILE) or {}))
 
 
 def _from_config(config: dict[str, Any], model: str) -> nn.Module:
@@ -163,10 +213,7 @@ def _from_hub(model: str, files: Sequence[str]) -> Path:
     """The folder of a model in the hub's cache, with those of `files` that it has, fetched if need be."""
     if Path(model).is_absolute() or model.startswith(_PATHS):
         # No hub id is written so.
-        raise TokenMergeError(
-            f"there is no folder {model}; give a bundled name ({', '.join(bundled_models())}), a diffusers folder or a "
-            "hub id"
-        )
+        raise TokenMergeError(f"there is no folder {model}; {_WAY_OUT}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -180,9 +227,5 @@ def _from_hub(model: str, files: Sequence[str]) -> Path:
 
 
 def _unknown(model: str, why: str) -> TokenMergeError:
-    names = bundled_models()
-    near = get_close_matches(model, names, n=1)
-    way = f"did you mean {near[0]!r}?" if near else "give one of those, a diffusers folder or a hub id"
-    return TokenMergeError(
-        f"model {model!r} is not bundled ({', '.join(names)} are), it is no folder here, and {why}; {way}"
-    )
+    near = did_you_mean(model, (*BUNDLED, *RANDOM_MODELS))
+    return TokenMergeError(f"model {model!r} is unknown{near}: no folder here has that name, and {why}; {_WAY_OUT}")

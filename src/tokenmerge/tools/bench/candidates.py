@@ -4,124 +4,100 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from ... import api
-from ...presets import DEFAULT, load_preset
-from ...config import SELECTIONS, MergeConfig
+from ...config import SELECTIONS, Merge, Techniques
 from ...errors import TokenMergeError
 from ...merging.methods import method_for
+from ...planning.plan import timeline_of
+from ..typed import NO_TECHNIQUES, Configuration
 
-# What the bound of linear merging has in place of a config's own; the rest they share.
-BOUND = {"method": "lower-bound", "selection": "facility-location", "unmerge": "transpose", "anchor_every": 0}
+# What the bound of linear merging has in place of a technique's own; the rest they share.
+BOUND: dict[str, Any] = {"method": "lower-bound", "selection": "facility-location", "unmerge": "transpose"}
+# Methods whose merging is linear.
+_LINEAR = ("toma", *SELECTIONS)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of a comparison; without a config the denoiser as it is."""
+    """One row of a comparison; without techniques the plain denoiser."""
 
     label: str
-    config: MergeConfig | None = None
+    techniques: Techniques = NO_TECHNIQUES
 
     def phases(self, steps: int) -> list[str]:
-        """The phase of every step. The first is one of its own, since there an image begins: how its tokens lie is read
-        from the device. Fixed maps are made once; those of the bound cost nothing by definition."""
-        if self.config is None:
-            return ["full"] * steps
-        method = method_for(self.config)
-        phases = phases_of(method.settle(self.config), steps)
-        if self.config.method == "lower-bound":
+        """What every step does, as the timeline tells it. The first is a phase of its own, since an image begins there:
+        how its tokens lie is read from the device. The maps of a bound cost nothing by definition."""
+        merge, hold = self.techniques
+        settled = method_for(merge).settle(merge) if merge is not None and merge.ratio > 0 else None
+        phases = [str(step) for step in timeline_of(settled, hold).steps(steps)]
+        if self.techniques == NO_TECHNIQUES:
+            return phases
+        if merge is not None and merge.method == "lower-bound":
             return [_renamed(phase, "reuse") for phase in phases]
-        if method.PER_BLOCK:
-            phases = [_renamed(phase, "select") for phase in phases]
-        elif not method.REFRESHES:
-            made = {phases.index(each) for each in dict.fromkeys(phases) if "select" in each}
-            phases = [phase if step in made else _renamed(phase, "reuse") for step, phase in enumerate(phases)]
         return [f"first {phases[0]}", *phases[1:]]
 
 
-def candidates_for(
-    denoiser: nn.Module, presets: Sequence[str], ratios: Sequence[float], changes: Mapping[str, Any]
-) -> list[Candidate]:
-    """The denoiser as it is; then for every ratio, or where there is none for its own, each preset, and where merging
-    is linear its bound at those sites. A preset that holds has no ratio, and one with ratios for parts has them: those
-    come once."""
-    found = {"unpatched": Candidate("unpatched")}
-    for ratio in ratios or (None,):
-        for preset in presets:
-            given = {} if ratio is None or not _takes_ratio(preset, changes) else {"ratio": ratio}
-            config = api.config_for(denoiser, preset=None if preset == DEFAULT else preset, **given, **changes)
-            if config.coverage is not None:
-                raise TokenMergeError(
-                    f"with coverage={config.coverage:g} a picture decides how much is removed at which step, so phases "
-                    "cannot be timed one by one; use eval, which times whole pictures, or leave coverage out"
-                )
-            label = preset if config.holds else f"{preset} {'/'.join(f'{each:g}' for each in config.ratios)}"
-            if config.method in ("toma", *SELECTIONS):
-                found[f"lower-bound of {label}"] = Candidate(f"lower-bound of {label}", config.replace(**BOUND))
-            found[label] = Candidate(label, config)
+def candidates_for(configurations: Sequence[Configuration]) -> list[Candidate]:
+    """A candidate for each configuration, and where it merges alone and linearly, before it the bound of that."""
+    found: dict[str, Candidate] = {}
+    for each in configurations:
+        if each.cache is not None:
+            raise TokenMergeError(
+                f"{each.label!r} has a step cache, which decides by the picture what runs, so its steps cannot be "
+                "timed one by one; use eval, which times whole pictures, or leave it out"
+            )
+        merge, hold = each.techniques
+        label = _told(each.label, merge)
+        if merge is not None and hold is None and merge.method in _LINEAR:
+            bound = Candidate(f"lower-bound of {label}", Techniques(merge.replace(**BOUND)))
+            found[bound.label] = bound
+        found[label] = Candidate(label, each.techniques)
     return list(found.values())
 
 
-def _takes_ratio(preset: str, changes: Mapping[str, Any]) -> bool:
-    """Whether a ratio that is asked for counts with a preset, as it does with the default: it neither holds nor has
-    ratios for parts."""
-    own = MergeConfig() if preset == DEFAULT else load_preset(preset)
-    method, *parts = (changes.get(name, getattr(own, name)) for name in ("method", "step_ratios", "block_ratios"))
-    return method != "hold" and parts == [None, None]
-
-
-def phases_of(config: MergeConfig, steps: int) -> list[str]:
-    """The phase of every step of an image."""
-    schedule = config.schedule
-    phases = []
-    # Each ratio has maps of its own; a gap is that of the last one.
-    selected: dict[float, int] = {}
-    weighed: dict[float, int] = {}
-    anchored: tuple[float, int] | None = None
-    for step in range(steps):
-        ratio = config.ratio_at(step / steps)
-        if not schedule.merges(step / steps) or ratio == 0:
-            phases.append("full")
-            continue
-        last = anchored[1] if anchored and anchored[0] == ratio else None
-        anchor = schedule.anchors(step, last, None if last is None else last / steps)
-        phase = schedule.phase(step, selected.get(ratio), weighed.get(ratio), anchor=anchor)
-        anchored = (ratio, step) if anchor else anchored
-        if phase == "select":
-            selected[ratio] = step
-        if phase != "reuse":
-            weighed[ratio] = step
-        label = f"anchor, {phase}" if anchor else phase
-        phases.append(f"{label} at {ratio:g}" if config.step_ratios else label)
-    return phases
-
-
 def visits(phases: Sequence[str]) -> dict[int, str | None]:
-    """The steps of an image that are run to time every phase, each with the phase it is a lap of: the first that has
-    it. Where that one would have to make the maps it is said to reuse, as a bound does, it is no lap; nor is the
-    second, before which the device ran dry, since the host makes those maps; the third is one."""
+    """The steps of an image that are run to time every phase, each with the phase it is a lap of, if it is one. Beside
+    laps, all steps run that renew maps or keep residuals: what later ones do depends on them."""
+    laps = {_lap(phase, phases): phase for phase in dict.fromkeys(phases)}
+    renewing = re.compile("select|reweigh|kept")
     found: dict[int, str | None] = {}
-    for phase in dict.fromkeys(phases):
-        steps = [step for step, each in enumerate(phases) if each == phase]
-        made = any(before.endswith(_renamed(phase, "select")) for before in phases[: steps[0]])
-        *others, lap = steps[:1] if made or "reuse" not in phase else steps[:3]
-        found |= {**dict.fromkeys(others), lap: phase}
+    for step in range(max(laps) + 1):
+        # A bound has to make the maps that it is said to reuse.
+        makes = "reuse" in phases[step] and not any("select" in before for before in phases[:step])
+        if step in laps or makes or renewing.search(phases[step]):
+            found[step] = laps.get(step)
     return found
+
+
+def _lap(phase: str, phases: Sequence[str]) -> int:
+    """The step that is timed for a phase: the first that has it, and all that it usually has before it."""
+    steps = [step for step, each in enumerate(phases) if each == phase]
+    if phase == "held":
+        kept = [step for step, each in enumerate(phases) if "kept" in each]
+        # Extrapolation takes two residuals.
+        return next((step for step in steps if len(kept) > 1 and step > kept[1]), steps[0])
+    made = any("select" in before for before in phases[: steps[0]])
+    # The first makes maps in spite of its name, and before the second the device ran dry, since the host made them.
+    return steps[0] if made or "reuse" not in phase else steps[:3][-1]
 
 
 def typical_step(phases: Sequence[str]) -> int:
     """The second step, or else the only one, of the most frequent phase: of those that reuse maps, or where none does
-    of those that merge, or where nothing is merged of all. The first may also begin an image, or make a bound's maps.
-    """
-    reused = [phase for phase in phases if phase.startswith("reuse")]
-    merged = [phase for phase in phases if "full" not in phase]
-    (phase, _), *_ = Counter(reused or merged or phases).most_common(1)
+    of those that are not full, or else of all. The first may also begin an image, or make a bound's maps."""
+    reused = [phase for phase in phases if phase.startswith("merged, reuse")]
+    others = [phase for phase in phases if "full" not in phase]
+    (phase, _), *_ = Counter(reused or others or phases).most_common(1)
     return [step for step, each in enumerate(phases) if each == phase][:2][-1]
+
+
+def _told(label: str, merge: Merge | None) -> str:
+    """A label that tells the ratio, where it is a preset's own: without it a row does not say what was removed."""
+    if merge is None or "ratio=" in label or " + " in label:
+        return label
+    return f"{label}{',' if ':' in label else ':'}ratio={merge.ratio:g}"
 
 
 def _renamed(phase: str, name: str) -> str:

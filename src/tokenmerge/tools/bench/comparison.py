@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ... import api
+from ...errors import TokenMergeError, did_you_mean
 from ...families import family_of
-from ..loading import check_size, load_denoiser
-from ...errors import TokenMergeError
+from ..fields import check_counts
 from ..files import append_line
-from ..typed import check_counts
+from ..loading import Outline, best_device, load_denoiser, outline
+from ..typed import default_techniques, read_configurations
 from .candidates import Candidate, candidates_for, visits
 from .timing import Loop, Setting, measure_candidate
 
@@ -26,54 +27,62 @@ MODES = ("eager", "graph", "compiled", "compiled+graph")
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How often things are run. A CPU is slow and steady; a GPU under full load lowers its clocks within a second or
+    two to stay within its power, so there each candidate keeps it busy for two seconds before it is timed."""
+
+    warmups: int
+    repeats: int
+    settle: float
+
+
+ON_GPU, ON_CPU = Counts(warmups=5, repeats=20, settle=2.0), Counts(warmups=2, repeats=10, settle=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
-    """What was asked for: every size, batch and mode is a comparison of all presets and ratios."""
+    """What was asked for: every size, batch and mode is a comparison of all techniques. None stands for the model's
+    own size, and for the counts of the device."""
 
     model: str
-    device: torch.device
-    sizes: Sequence[tuple[int, int]]  # width, height
-    batches: Sequence[int]
-    modes: Sequence[str]
-    presets: Sequence[str]
-    ratios: Sequence[float]  # or none: of each preset its own
-    changes: Mapping[str, Any]  # to every preset
+    techniques: Sequence[str] | None = None  # as typed; without, those of the model's family
+    ratios: Sequence[float] | None = None
+    sizes: Sequence[tuple[int, int]] | None = None  # width, height
+    batches: Sequence[int] = (1,)
+    modes: Sequence[str] = ("eager",)
     steps: int = 50
-    warmups: int = 5
+    warmups: int | None = None
     settle: float | None = None
-    repeats: int = 20
+    repeats: int | None = None
     loops: int = 0
     rounds: int = 1
+    device: str | None = None
     dtype: str | None = None
+    threads: int | None = None
     out: Path | None = None
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "batches", "modes", "presets"):
-            if not getattr(self, name):
-                raise TokenMergeError(f"--{name} is empty; give one or more, separated by commas")
-        check_counts(steps=self.steps, repeats=self.repeats, rounds=self.rounds)
+        check_counts(steps=self.steps, repeats=self.repeats, rounds=self.rounds, threads=self.threads)
         check_counts(0, warmups=self.warmups, loops=self.loops)
         if min(self.batches) < 1:
-            raise TokenMergeError(f"--batches are {list(self.batches)}; give numbers from 1, as in 1,4")
+            raise TokenMergeError(f"--batches are {', '.join(map(str, self.batches))}; give numbers from 1, as in 1,4")
         # NaN fails the comparison too.
         if self.settle is not None and not 0 <= self.settle < math.inf:
             raise TokenMergeError(f"--settle is {self.settle}; it must be a number of seconds from 0")
         for mode in self.modes:
             if mode not in MODES:
-                raise TokenMergeError(f"mode {mode!r} is unknown; modes are {', '.join(MODES)}")
-            if "graph" in mode and self.device.type != "cuda":
-                raise TokenMergeError(
-                    f"mode {mode!r} needs a CUDA device, this is {self.device}; use eager or compiled"
-                )
+                raise TokenMergeError(f"mode {mode!r} is unknown{did_you_mean(mode, MODES)}; use {', '.join(MODES)}")
 
-    def settings(self) -> list[Setting]:
-        """Of every comparison. A GPU under full load lowers its clocks within a second or two to stay within its power,
-        so by default each candidate keeps it busy for two seconds before it is timed."""
-        settle = (2.0 if self.device.type == "cuda" else 0.0) if self.settle is None else self.settle
-        counts = (self.steps, self.warmups, settle, self.repeats, self.loops)
+    def settings(self, device: torch.device, sizes: Sequence[tuple[int, int]]) -> list[Setting]:
+        """Of every comparison."""
+        usual = ON_GPU if device.type == "cuda" else ON_CPU
+        warmups = usual.warmups if self.warmups is None else self.warmups
+        settle = usual.settle if self.settle is None else self.settle
+        counts = (self.steps, warmups, settle, self.repeats or usual.repeats, self.loops)
         return [
             Setting(self.model, width, height, batch, mode, *counts, self.command)
-            for width, height in self.sizes
+            for width, height in sizes
             for batch in self.batches
             for mode in self.modes
         ]
@@ -85,17 +94,34 @@ def run(task: Task) -> list[dict[str, Any]]:
     Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
     then does so for all of them.
     """
-    denoiser, scale = load_denoiser(task.model, task.dtype, task.device)
-    candidates = candidates_for(denoiser, task.presets, task.ratios, task.changes)
+    typed = None if task.techniques is None else read_configurations(task.techniques, task.ratios)
+    device = best_device(task.device)
+    for mode in task.modes:
+        if "graph" in mode and device.type != "cuda":
+            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    model = outline(task.model)
+    candidates = candidates_for(typed or read_configurations(default_techniques(model.family), task.ratios))
+    sizes = task.sizes or (model.own_size,)
+    for width, height in sizes:
+        _check(model, candidates, task.steps, width, height)
+    if task.out is not None:
+        append_line(task.out)
+    return _measure(task, load_denoiser(task.model, task.dtype, device), model.scale, candidates, sizes)
+
+
+def _measure(
+    task: Task, denoiser: nn.Module, scale: int, candidates: Sequence[Candidate], sizes: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    device = next(denoiser.parameters()).device
     turns = [each for turn in range(task.rounds) for each in (candidates if turn % 2 == 0 else candidates[::-1])]
-    settings = task.settings()
+    settings = task.settings(device, sizes)
+    records = []
     with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
         progress.set_description("trial")
-        for width, height in task.sizes:
-            _check(denoiser, candidates, task, width, height, scale)
-        if task.out is not None:
-            append_line(task.out)
-        records = []
+        for width, height in sizes:
+            _try(denoiser, candidates, task, width, height, scale)
         for setting in settings:
             arguments = _arguments(denoiser, setting.batch, setting.width, setting.height, scale)
             for candidate in turns:
@@ -103,7 +129,7 @@ def run(task: Task) -> list[dict[str, Any]]:
                 try:
                     record = measure_candidate(denoiser, arguments, candidate, setting)
                 except torch.OutOfMemoryError as error:
-                    raise _too_large(task, setting.width, setting.height, setting.batch) from error
+                    raise _too_large(task, device, setting.width, setting.height, setting.batch) from error
                 records.append(record)
                 if task.out is not None:
                     append_line(task.out, json.dumps(record))
@@ -116,19 +142,32 @@ def _arguments(denoiser: nn.Module, batch: int, width: int, height: int, scale: 
     return family_of(denoiser).example(denoiser, batch, height // scale, width // scale)
 
 
-def _check(
-    denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, width: int, height: int, scale: int
-) -> None:
-    """Refuse what the model cannot do at a size before anything is timed: every phase of every candidate runs once."""
-    check_size(denoiser, scale, width, height)
+def _check(model: Outline, candidates: Sequence[Candidate], steps: int, width: int, height: int) -> None:
+    """Refuse what the model cannot do at a size, as far as its config files tell."""
+    model.check_size(width, height)
+    for candidate in candidates:
+        try:
+            api.plan(
+                model.denoiser,
+                candidate.techniques,
+                height=height,
+                width=width,
+                steps=steps,
+                vae_scale_factor=model.scale,
+            )
+        except TokenMergeError as error:
+            raise _refused(candidate, width, height, error) from error
+
+
+def _try(denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, width: int, height: int, scale: int) -> None:
+    """Refuse what only a run tells before anything is timed: every phase of every candidate runs once."""
     batch = min(task.batches)
     arguments = _arguments(denoiser, batch, width, height, scale)
     for candidate in candidates:
         loop = Loop(task.steps)
         visited = visits(candidate.phases(task.steps))
         try:
-            if candidate.config is not None:
-                api.apply(denoiser, candidate.config, scheduler=loop)
+            api.apply(denoiser, candidate.techniques, scheduler=loop)
             loop.set_timesteps()
             for step in range(max(visited) + 1):
                 if step in visited:
@@ -136,16 +175,20 @@ def _check(
                         denoiser(**arguments, return_dict=False)
                 loop.step()
         except torch.OutOfMemoryError as error:
-            raise _too_large(task, width, height, batch) from error
+            raise _too_large(task, next(denoiser.parameters()).device, width, height, batch) from error
         # Also the denoiser's own checks: a size it has no positions for, say.
         except ValueError as error:
-            raise TokenMergeError(f"{candidate.label} is refused at {width}x{height}: {error}") from error
+            raise _refused(candidate, width, height, error) from error
         finally:
             api.remove(denoiser)
 
 
-def _too_large(task: Task, width: int, height: int, batch: int) -> TokenMergeError:
+def _refused(candidate: Candidate, width: int, height: int, error: Exception) -> TokenMergeError:
+    return TokenMergeError(f"{candidate.label} is refused at {width}x{height}: {error}")
+
+
+def _too_large(task: Task, device: torch.device, width: int, height: int, batch: int) -> TokenMergeError:
     return TokenMergeError(
-        f"{task.device} has too little memory for {task.model} at {width}x{height}, batch {batch}; use a smaller size "
+        f"{device} has too little memory for {task.model} at {width}x{height}, batch {batch}; use a smaller size "
         "or batch" + (f" (what was measured is in {task.out})" if task.out and task.out.is_file() else "")
     )

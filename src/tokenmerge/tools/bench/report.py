@@ -33,6 +33,10 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise TokenMergeError(f"line {number} of {path} is no JSON ({error}); {way_out}") from error
         if not isinstance(record, dict) or "laps_ms" not in record:
             raise TokenMergeError(f"line {number} of {path} is no record of times; {way_out}")
+        if "techniques" not in record:
+            raise TokenMergeError(
+                f"line {number} of {path} is of tokenmerge 0.1, which had other techniques; {way_out}"
+            )
         records.append(record)
     if not records:
         raise TokenMergeError(f"{path} holds no record; {way_out}")
@@ -40,7 +44,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def report(records: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table of each comparison, with advice where merging did not pay."""
+    """A Markdown table of each comparison, with advice where a technique did not pay."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
@@ -67,9 +71,9 @@ class Row:
     loops: list[float]  # milliseconds of whole schedules, run from end to end
 
     @property
-    def config(self) -> dict[str, Any] | None:
-        config: dict[str, Any] | None = self.record["config"]
-        return config
+    def techniques(self) -> list[dict[str, Any]]:
+        techniques: list[dict[str, Any]] = self.record["techniques"]
+        return techniques
 
     @property
     def schedule_ms(self) -> float:
@@ -82,7 +86,7 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
     """One row for each candidate."""
     rows: dict[str, Row] = {}
     for record in records:
-        key = json.dumps([record["label"], record["config"]])
+        key = json.dumps([record["label"], record["techniques"]])
         row = rows.setdefault(key, Row(record, {phase: [] for phase in record["laps_ms"]}, []))
         row.loops.extend(record["loop_ms"])
         for phase, laps in record["laps_ms"].items():
@@ -91,19 +95,19 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def speed_up(row: Row, rows: Sequence[Row]) -> float:
-    """Of a row over the unpatched one of the same comparison."""
-    plain = next((each for each in rows if each.config is None), None)
+    """Of a row over the plain one of the same comparison."""
+    plain = next((each for each in rows if not each.techniques), None)
     if plain is None:
         raise TokenMergeError(
-            f"{row.record['label']!r} has no unpatched row to be compared with; keep all rows of a run in one file"
+            f"{row.record['label']!r} has no plain row to be compared with; keep all rows of a run in one file"
         )
     return plain.schedule_ms / row.schedule_ms
 
 
 def _advice(mode: str) -> str:
-    lead = "Below 1.00x merging costs more than it saves here: "
+    lead = "Below 1.00x a technique costs more than it saves: "
     if "graph" in mode:
-        return lead + "there are too few tokens. Use a larger batch or a larger image, or leave merging off."
+        return lead + "there are too few tokens. Use a larger batch or a larger image, or leave it off."
     return lead + (
         "the device waits for launches, or there are too few tokens. Use `tokenmerge.compile(pipe)`, which replays "
         "CUDA graphs, or a larger batch or image."
@@ -120,9 +124,9 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
-    bounds = {_bound_of(row.config): row for row in rows if row.config and row.config["method"] == "lower-bound"}
+    bounds = {_bound_of(row): row for row in rows if _method(row) == "lower-bound"}
     for row in rows:
-        bound = bounds.get(_bound_of(row.config)) if row.config else None
+        bound = bounds.get(_bound_of(row))
         peak = row.record["peak_bytes"]
         yield [
             row.record["label"],
@@ -143,8 +147,13 @@ def _spread(laps: list[float]) -> str:
     return f"{statistics.median(ordered):.2f} ({ordered[tail]:.2f}-{ordered[-1 - tail]:.2f})"
 
 
-def _bound_of(config: dict[str, Any]) -> str:
-    """The config of its bound, as it is recorded; a bound has itself."""
-    schedule = {name: BOUND.get(name, value) for name, value in config["schedule"].items()}
-    bound = {name: BOUND.get(name, value) for name, value in config.items()}
-    return json.dumps({**bound, "schedule": schedule}, sort_keys=True)
+def _method(row: Row) -> str | None:
+    """The method of a row that merges alone."""
+    return row.techniques[0].get("method") if len(row.techniques) == 1 else None
+
+
+def _bound_of(row: Row) -> str | None:
+    """The bound of what merges alone, as it is recorded; a bound has itself."""
+    if _method(row) is None:
+        return None
+    return json.dumps({name: BOUND.get(name, value) for name, value in row.techniques[0].items()}, sort_keys=True)

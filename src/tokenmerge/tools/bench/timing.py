@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import api
-from ...compiling.blocks import compile, uncompile, unrecorded
+from ...compiling import compile, uncompile, unrecorded
 from ...errors import TokenMergeError
 from ..measure import Stopwatch, environment, forget_peak_memory, free_memory, peak_memory, timed
 from .candidates import Candidate, typical_step, visits
@@ -36,7 +36,7 @@ class Setting:
 
 
 class Loop:
-    """Stands for the scheduler that drives a denoiser: merging hears its steps, and it may skip some."""
+    """Stands for the scheduler that drives a denoiser: techniques hear its steps, and it may skip some."""
 
     def __init__(self, steps: int) -> None:
         self.timesteps = list(range(steps, 0, -1))
@@ -44,7 +44,7 @@ class Loop:
 
     @property
     def sigmas(self) -> Tensor:
-        """Noise levels, which gaps may follow; what they are costs nothing."""
+        """Noise levels, which residuals may be extrapolated in; what they are costs nothing."""
         return torch.linspace(1.0, 0.0, len(self.timesteps) + 1)
 
     def set_timesteps(self) -> None:
@@ -71,8 +71,7 @@ def measure_candidate(
 
     phases = candidate.phases(setting.steps)
     try:
-        if candidate.config is not None:
-            api.apply(denoiser, candidate.config, scheduler=loop)
+        api.apply(denoiser, candidate.techniques, scheduler=loop)
         launches = None
         if setting.mode != "eager":
             compile(denoiser, blocks="compiled" in setting.mode, graphs="graph" in setting.mode)
@@ -86,8 +85,7 @@ def measure_candidate(
             )
         peak = peak_memory(device)
         whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
-        backends = [group["backend"] for group in api.summary(denoiser).groups]
-        compiled = api.summary(denoiser).compiled
+        summary = api.summary(denoiser)
         if device.type == "cuda" and "graph" not in setting.mode:
             launches = _launches(loop, call, typical_step(phases))
     finally:
@@ -96,15 +94,15 @@ def measure_candidate(
     return {
         "label": candidate.label,
         **vars(setting),
-        "config": candidate.config.to_dict() if candidate.config is not None else None,
+        "techniques": candidate.techniques.to_list(),
         "steps_by_phase": dict(Counter(phases)),
         "laps_ms": {phase: [round(lap, 4) for lap in laps] for phase, laps in times.items()},
         "loop_ms": [round(seconds * 1e3, 3) for seconds in whole],
         "first_call_s": round(first, 3),
         "launches": launches,
         "peak_bytes": peak,
-        "backend": backends[0] if backends else None,
-        "compiled": compiled,
+        "backend": summary.groups[0]["backend"] if summary.groups else None,
+        "compiled": summary.compiled,
         "environment": environment(device),
     }
 
@@ -113,7 +111,7 @@ def _time_phases(
     loop: Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
 ) -> dict[str, list[float]]:
     """Milliseconds of every phase. Each image visits a step of each phase and skips the rest."""
-    # Where nothing is refreshed one image goes on: making maps anew would let the device run dry before a lap.
+    # Where nothing is renewed one image goes on: making maps anew would let the device run dry before a lap.
     anew = len(set(phases)) > 1
     visited = visits(phases) if anew else {0: phases[0]}
     begin_image(loop, call, 1)

@@ -1,1 +1,1 @@
-"""The `tokenmerge` command, one file for each of its commands."""
+"""The `tokenmerge` command: one file per subcommand, which parses and prints. The work is done elsewhere in `tools`."""

@@ -1,1 +1,1 @@
-"""Pictures from prompts, plain beside merged or held, and what they show."""
+"""Pictures from prompts: drawn with any technique, and compared with plain ones."""

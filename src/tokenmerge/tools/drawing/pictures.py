@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ...errors import TokenMergeError
+from ...families.calls import TokenGrid
 from ..files import check_writable, write_file
-from ...merging.grid import TokenGrid
 
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 28), (110, 110, 118)
 _GAP = 12
@@ -69,6 +69,11 @@ def to_picture(values: Tensor) -> Image.Image:
     """From uint8 [H, W, 3]."""
     height, width, _ = values.shape
     return Image.frombytes("RGB", (width, height), bytes(values.contiguous().flatten().tolist()))
+
+
+def blank(like: Image.Image) -> Image.Image:
+    """A picture of paper, as large as another."""
+    return Image.new("RGB", like.size, _PAPER)
 
 
 def difference(reference: Image.Image, test: Image.Image) -> Image.Image:

@@ -1,1 +1,1 @@
-"""Compare configurations of merging by time and quality, on many prompts and seeds."""
+"""Compare techniques by time and quality, on many prompts and seeds."""

@@ -6,7 +6,7 @@ values/CONFIG/SAMPLE.json     metrics of one picture
 features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
 sets/CONFIG.json              metrics of sets
-modes/CONFIG.json             how many steps of a picture were full, anchors, merged or skipped
+kinds/CONFIG.json             how many steps of a picture were full, merged, held or skipped
 calibration.json              what the mag cache decides by
 timing/CONFIG/LAP.json        seconds and memory of one timed batch
 metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +27,10 @@ from PIL import Image
 from torch import Tensor
 
 from ...errors import TokenMergeError
-from ..files import PARTIAL, check_folder, write_file, write_text
-from ..drawing.generate import slug
 from ..drawing.pictures import to_tensor
-from .configurations import BASELINE, Configuration
+from ..drawing.request import slug
+from ..files import PARTIAL, check_folder, to_json, write_file, write_text
+from ..typed import PLAIN, Configuration
 
 # Files that are taken for done where they are found.
 _DONE = (
@@ -40,7 +39,7 @@ _DONE = (
     "features/*/*.npy",
     "reference/*.npy",
     "sets/*.json",
-    "modes/*.json",
+    "kinds/*.json",
     "timing/*/*.json",
 )
 # What to do about one that is damaged.
@@ -86,8 +85,8 @@ class Folder:
     def sets(self, configuration: Configuration) -> Path:
         return self.root / "sets" / f"{configuration.folder}.json"
 
-    def modes(self, configuration: Configuration) -> Path:
-        return self.root / "modes" / f"{configuration.folder}.json"
+    def kinds(self, configuration: Configuration) -> Path:
+        return self.root / "kinds" / f"{configuration.folder}.json"
 
     @property
     def calibration(self) -> Path:
@@ -102,8 +101,16 @@ class Folder:
 
     def begun(self) -> dict[str, Any] | None:
         """What was asked for here before."""
-        told = "it says how all else here was made: give another --out"
-        return read_json(self._record, told) if self._record.is_file() else None
+        if not self._record.is_file():
+            return None
+        before = read_json(self._record, "it says how all else here was made: give another --out")
+        # It kept one config each, and not a list of techniques.
+        if any(isinstance(config, dict) for config in before.get("configurations", {}).values()):
+            raise TokenMergeError(
+                f"{self.root} holds an evaluation of tokenmerge 0.1, whose techniques had other names and fields; "
+                "give another --out"
+            )
+        return before
 
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
@@ -149,7 +156,7 @@ def _other_list(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     left_out = [label for label in old if label not in new]
     told = [f"{_listed(added)} {'was' if len(added) == 1 else 'were'} not among them"] if added else []
     told += [f"{_listed(left_out)} {'is' if len(left_out) == 1 else 'are'} left out now"] if left_out else []
-    begun = [label for label in old if label != BASELINE] or [BASELINE]
+    begun = [label for label in old if label != PLAIN] or [PLAIN]
     return f"with {_listed(begun)}; {', and '.join(told)}" if told else None
 
 
@@ -195,20 +202,6 @@ def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _damaged(path, error, way_out) from error
     return content
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: infinities, which it has no numbers for, as text."""
-    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def finite(value: Any) -> Any:
-    """The same with infinities as texts."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_features(path: Path, features: Tensor) -> None:

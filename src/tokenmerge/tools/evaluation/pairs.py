@@ -11,13 +11,14 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from ...errors import TokenMergeError
-from ..drawing.generate import best_device
-from ..typed import check_counts
-from ..quality.metrics import BY_NAME, Meter, Picture, choose_metrics
+from ...planning.tables import counted, table
+from ..fields import check_counts
+from ..files import finite
+from ..loading import best_device
+from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate, estimate
-from ...planning.tables import counted, table
-from .folder import finite, read_picture
+from .folder import read_picture
 from .table import figure
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -90,34 +91,39 @@ def compare_folders(
     if choice.of_kind("pair"):
         _check_pairs(reference, test, originals, tests)
     meter = Meter(choice, place, threads)
-    values: dict[str, dict[str, float]] = {path.name: {} for path in tests}
-    sets: dict[str, list[torch.Tensor]] = {"reference": [], "test": []}
+    values: dict[str, dict[str, float]] = {}
+    features: list[torch.Tensor] = []
     for number, path in enumerate(tests):
         shown = Picture(read_picture(path))
-        if choice.of_kind("pair"):
-            original = Picture(read_picture(originals[number]))
-            for metric in choice.of_kind("pair"):
-                values[path.name][metric.name] = meter.pair(metric, original, shown)
-        for metric in choice.of_kind("text"):
-            values[path.name][metric.name] = meter.text(metric, (prompts or ())[number], shown)
+        original = originals[number] if choice.of_kind("pair") else None
+        values[path.name] = _measured(meter, choice, shown, original, prompts[number] if prompts else None)
         if choice.of_kind("set"):
-            sets["test"].append(meter.features(shown))
-    estimates = {}
+            features.append(meter.features(shown))
     groups: dict[Any, list[str]] = {}
     for path, prompt in zip(tests, prompts or tests, strict=True):
         groups.setdefault(prompt, []).append(path.name)
-    for metric in choice.metrics:
-        if metric.kind != "set":
-            estimates[metric.name] = estimate(
-                [[values[name][metric.name] for name in names] for names in groups.values()]
-            )
+    estimates = {
+        metric.name: estimate([[values[name][metric.name] for name in names] for names in groups.values()])
+        for metric in choice.metrics
+        if metric.kind != "set"
+    }
     if choice.of_kind("set"):
-        features = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
+        wanted = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
         for metric in choice.of_kind("set"):
-            estimates[metric.name] = Estimate(meter.of_sets(metric, features, torch.stack(sets["test"])))
-    return Comparison(
-        estimates, values, tuple(choice.missing_lines()), (len(originals), len(tests)), prompts is not None
-    )
+            estimates[metric.name] = Estimate(meter.of_sets(metric, wanted, torch.stack(features)))
+    counts = (len(originals), len(tests))
+    return Comparison(estimates, values, tuple(choice.missing_lines()), counts, prompts is not None)
+
+
+def _measured(
+    meter: Meter, choice: Choice, shown: Picture, original: Path | None, prompt: str | None
+) -> dict[str, float]:
+    """The metrics of one picture, against its original and its prompt."""
+    found = {}
+    if original is not None:
+        reference = Picture(read_picture(original))
+        found = {metric.name: meter.pair(metric, reference, shown) for metric in choice.of_kind("pair")}
+    return found | {metric.name: meter.text(metric, prompt or "", shown) for metric in choice.of_kind("text")}
 
 
 def list_pictures(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""Quality against the time of the denoiser: a line for each way of merging or caching, a point for each of its ratios
-and thresholds (as in the paper's Figure 5)."""
+"""Quality against the time of the denoiser, as in the paper's Figure 5: a line for each series of configurations, and a
+point for each ratio, `every` or threshold in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import TokenMergeError
 from ..files import write_file
 from ..quality.metrics import Metric
-from .configurations import BASELINE
+from ..typed import PLAIN, Configuration
 from .results import Results, Row
 from .table import conditions
 
@@ -35,11 +35,14 @@ _LONGEST_ENTRY = 60
 def check_plots() -> None:
     """Refuse before hours of work what would fail after them."""
     if find_spec("matplotlib") is None:
-        raise TokenMergeError("eval needs matplotlib for its plots: pip install .[eval]")
+        raise TokenMergeError("plots need matplotlib: pip install tokenmerge[eval]")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
-    """One plot for each metric that some configuration beside the baseline has a figure of."""
+    """One plot for each metric that some configuration beside the plain one has a figure of; none where nothing was
+    timed, since then there is nothing to set quality against."""
+    if not all(row.denoiser_seconds for row in results.rows):
+        return []
     # In the order that they were asked for.
     series = {row.configuration.series: None for row in results.rows[1:]}
     styles = {name: series_style(place) for place, name in enumerate(series)}
@@ -83,38 +86,47 @@ def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -
     """The figure of a metric."""
     crowded = len(styles) > _MOST_INSIDE
     drawn, axes = new_plot(8.6 if crowded else 6.4)
-    timed = all(row.denoiser_seconds for row in results.rows)
-    several = len({row.configuration.knobs for row in results.rows[1:]}) > 1
     entries = dict(zip(styles, _entries(list(styles)), strict=True))
     numbers = []
     for name, style in styles.items():
         rows = [row for row in results.rows[1:] if row.configuration.series == name and _point(row, metric)]
-        rows.sort(key=lambda row: row.configuration.knobs)
-        if not rows:
-            continue
-        across = [(row.denoiser_seconds if timed else None) or _removed(row) for row in rows]
-        up = [row.estimates[metric.name].mean for row in rows]
-        spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
-        axes.errorbar(across, up, yerr=spread, label=entries[name], capsize=3, elinewidth=0.8, markersize=6, **style)
-        for row, x, y in zip(rows, across, up, strict=True):
-            if timed and several:
-                told = ", ".join(f"{knob:g}" for knob in row.configuration.knobs)
-                place = {"textcoords": "offset points", "xytext": _PLACES[0][:2]}
-                numbers.append(axes.annotate(told, (x, y), **place, fontsize=8, color=style["color"]))
-    _mark_baseline(axes, results, metric, timed)
+        if rows:
+            numbers += _draw_series(axes, rows, metric, {**style, "label": entries[name]})
+    _mark_plain(axes, results, metric)
     axes.set_ylim(*_limits(results, metric))
     batch = results.rows[0].timing["batch"] if results.rows[0].timing else 0
-    axes.set_xlabel(
-        f"denoiser seconds per picture, in batches of {batch}" if timed else "ratio: share of tokens removed"
-    )
+    axes.set_xlabel(f"denoiser seconds per picture, in batches of {batch}")
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
-    drawn.suptitle("; ".join([f"{metric.title}: {metric.meaning}", *_told(results, timed and several)]), **_HEADING)
+    merges = any("ratio" in row.configuration.knobs for row in results.rows)
+    told = "; plain numbers are ratios of tokens removed" if merges else ""
+    drawn.suptitle(f"{metric.title}: {metric.meaning}{told}", **_HEADING)
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
     legend = axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
     spread_numbers(drawn, axes, numbers, legend)
     return drawn
+
+
+def _draw_series(axes: Any, rows: list[Row], metric: Metric, style: dict[str, Any]) -> list[Any]:
+    """One line, and what is written beside its points."""
+    rows = sorted(rows, key=lambda row: tuple(row.configuration.knobs.values()))
+    across = [row.denoiser_seconds for row in rows]
+    up = [row.estimates[metric.name].mean for row in rows]
+    spread = [row.estimates[metric.name].interval or 0.0 for row in rows]
+    axes.errorbar(across, up, yerr=spread, capsize=3, elinewidth=0.8, markersize=6, **style)
+    place = {"textcoords": "offset points", "xytext": _PLACES[0][:2], "fontsize": 8, "color": style["color"]}
+    return [
+        axes.annotate(text, (x, y), **place)
+        for row, x, y in zip(rows, across, up, strict=True)
+        if (text := point_text(row.configuration))
+    ]
+
+
+def point_text(configuration: Configuration) -> str:
+    """What is written beside a point: its ratio, its `every`, its threshold."""
+    knobs = configuration.knobs.items()
+    return ", ".join(f"{value:g}" if name == "ratio" else f"{name} {value:g}" for name, value in knobs)
 
 
 def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
@@ -138,16 +150,6 @@ def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> No
             number.set_visible(False)
 
 
-def _told(results: Results, numbered: bool) -> list[str]:
-    """What the numbers beside points are, or what all points have in common."""
-    merging = {_removed(row) for row in results.rows[1:] if row.configuration.merges}
-    if not numbered:
-        return [f"ratio {ratio:g} of tokens removed" for ratio in merging] if len(merging) == 1 else []
-    if not results.settings["caches"]:
-        return ["numbers are ratios of tokens removed"]
-    return ["numbers are ratios and thresholds" if merging else "numbers are thresholds"]
-
-
 def _entries(names: list[str]) -> list[str]:
     """What a legend calls each of `names`: long ones are cut, and of too many the last stay without, which the one
     before them tells."""
@@ -159,16 +161,15 @@ def _entries(names: list[str]) -> list[str]:
     return entries
 
 
-def _mark_baseline(axes: Any, results: Results, metric: Metric, timed: bool) -> None:
-    """The unmerged model: a point where it has a figure, else a line at its time."""
-    baseline = results.rows[0]
-    style = {"color": "#777777", "linestyle": "--", "linewidth": 1}
-    if (value := baseline.estimates.get(metric.name)) is not None:
-        axes.axhline(value.mean, label=f"{BASELINE} (unmerged)", **style)
-        if timed:
-            axes.plot(baseline.denoiser_seconds, value.mean, marker="x", color="#777777", linestyle="none")
-    elif timed:
-        axes.axvline(baseline.denoiser_seconds, label=f"{BASELINE} (unmerged)", **style)
+def _mark_plain(axes: Any, results: Results, metric: Metric) -> None:
+    """The plain model: a point where it has a figure, else a line at its time."""
+    plain = results.rows[0]
+    style = {"color": "#777777", "linestyle": "--", "linewidth": 1, "label": f"{PLAIN} (plain)"}
+    if (value := plain.estimates.get(metric.name)) is not None:
+        axes.axhline(value.mean, **style)
+        axes.plot(plain.denoiser_seconds, value.mean, marker="x", color="#777777", linestyle="none")
+    else:
+        axes.axvline(plain.denoiser_seconds, **style)
 
 
 def _limits(results: Results, metric: Metric) -> tuple[float, float]:
@@ -179,12 +180,6 @@ def _limits(results: Results, metric: Metric) -> tuple[float, float]:
     margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
     # No figure that is never below zero is drawn as if it could be.
     return low - margin if low < 0 else max(0.0, low - margin), high + margin
-
-
-def _removed(row: Row) -> float:
-    """The share of tokens that its configuration removes, on average over steps or blocks."""
-    config = row.configuration.config
-    return sum(config.ratios) / len(config.ratios) if config.part_ratios else config.ratio
 
 
 def _point(row: Row, metric: Metric) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
-from ..typed import check_counts
+from ..fields import check_counts
 
 FLOWERS = "flowers"
 _FLOWER_FILE = Path(__file__).parent / "flowers.txt"

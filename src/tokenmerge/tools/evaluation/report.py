@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
-from ..files import write_text
-from .configurations import BASELINE
-from .folder import to_json
+from ..files import to_json, write_text
 from .plots import write_plots
 from .results import Results, Row
 from .table import cells, comma_separated, markdown, notes
@@ -79,7 +77,7 @@ def _result_lines(results: Results) -> Iterable[dict[str, object]]:
 
 def _page(results: Results, plots: list[Path]) -> str:
     settings = results.settings
-    title = f"Token merging on {settings['model']}"
+    title = f"Techniques on {settings['model']}"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
@@ -128,7 +126,7 @@ def _figure(results: Results, row: Row, place: int) -> str:
         for metric in results.metrics
         if metric.name in values
     ]
-    seed = f"seed {sample.seed}" if label == BASELINE else ""
+    seed = f"seed {sample.seed}" if row.configuration.is_plain else ""
     caption = html.escape(", ".join([part for part in (seed, *told) if part]))
     width, height = results.settings["size"]
     return (

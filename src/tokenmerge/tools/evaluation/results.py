@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ..files import finite
 from ..quality.metrics import BY_NAME, Choice, Metric
 from ..quality.statistics import Estimate, estimate
-from .configurations import BASELINE, Configuration
-from .folder import Folder, Sample, finite, read_json
+from ..typed import Configuration
+from .folder import Folder, Sample, read_json
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Row:
     configuration: Configuration
     estimates: dict[str, Estimate]
     timing: dict[str, Any] | None
-    modes: dict[str, int]  # steps of a picture by mode; empty without merging
+    kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
 
     @property
     def seconds(self) -> float | None:
@@ -33,13 +34,13 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         return {
             "label": self.configuration.label,
-            "config": self.configuration.config.to_dict(),
+            "techniques": self.configuration.techniques.to_list(),
             "cache": self.configuration.cache.to_dict() if self.configuration.cache else None,
             "metrics": {
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },
             "timing": self.timing,
-            "modes": self.modes,
+            "kinds": self.kinds,
         }
 
 
@@ -107,7 +108,7 @@ def _row(
 ) -> Row:
     estimates = {}
     for metric in choice.metrics:
-        if metric.kind == "set" or (metric.kind == "pair" and configuration.label == BASELINE):
+        if metric.kind == "set" or (metric.kind == "pair" and configuration.is_plain):
             continue
         by_prompt: dict[int, list[float]] = {}
         for sample in samples:
@@ -118,8 +119,8 @@ def _row(
         # Another run may have asked for others.
         asked = [metric.name for metric in choice.of_kind("set") if metric.name in known]
         estimates |= {name: Estimate(float(known[name])) for name in asked}
-    modes = read_json(folder.modes(configuration)) if folder.modes(configuration).is_file() else {}
-    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), modes)
+    kinds = read_json(folder.kinds(configuration)) if folder.kinds(configuration).is_file() else {}
+    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), kinds)
 
 
 def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[str, Any] | None:

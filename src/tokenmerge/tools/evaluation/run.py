@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ... import api
-from ...families import denoiser_of, family_of
-from ..caches import TRIAL_STEPS, calibrate, disable_cache, enable_cache, try_cache
-from ..loading import dtype_on, load_pipeline
-from ...compiling.blocks import check_cacheable, compile_as, recordings, uncompile, warm_ups, way_on
+from ...compiling import recordings
 from ...errors import TokenMergeError
-from ..files import digest_of, write_text
-from ..drawing.generate import Request, best_device, check_seeds, draw, picture_size, step_modes, token_counts
-from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
-from ..typed import check_counts
+from ...families import denoiser_of
+from ..compiling import warm_ups
 from ..drawing.pictures import save_picture
+from ..drawing.request import token_counts
+from ..drawing.studio import Setup, Studio, is_calibrated
+from ..fields import check_counts, check_seeds
+from ..files import digest_of, to_json, write_text
+from ..loading import best_device
+from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
-from .configurations import BASELINE, Configuration, read_configurations
-from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features, to_json
+from ..typed import Configuration, default_techniques, read_configurations
+from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features
 from .pairs import list_pictures
 from .plots import check_plots
 from .processes import Processes
@@ -41,47 +42,42 @@ from .results import Results, gather
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, kw_only=True)
+class Task(Setup):
     """What was asked for."""
 
-    model: str
-    configurations: Sequence[str | Configuration]
+    techniques: Sequence[str | Configuration] | None = None  # as typed; without, those of the model's family
     prompts: Sequence[str]
     seeds: Sequence[int] = (0,)
     ratios: Sequence[float] | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    size: str | None = None
     metrics: Sequence[str] | None = None
     sources: Sources = field(default_factory=Sources)
     reference: Path | None = None
     batch: int = 1
     repeats: int = 5
+    # Fixed, since sums round by it.
     threads: int = 1
-    device: str | None = None
-    dtype: str | None = None
-    compile: str | None = None
     # Whether a configuration that the model refuses is told of in the report, and not an error.
     tell_refused: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(batch=self.batch, threads=self.threads, steps=self.steps)
+        super().__post_init__()
+        check_counts(batch=self.batch)
         check_counts(0, repeats=self.repeats)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise TokenMergeError(f"--seeds are {list(self.seeds)}; give different numbers, as in 0,1,2")
-        check_seeds(self.seeds)
+            raise TokenMergeError(f"--seeds are {', '.join(map(str, self.seeds))}; give different ones, as in 0,1,2")
+        check_seeds(*self.seeds)
 
 
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
     """Do all that is not done yet in the folder `out`, and report. Results are the same for any number of processes
     and interruptions, but for seconds and memory. The first process returns them."""
     check_plots()
+    folder = Folder(out)
+    typed = None if task.techniques is None else read_configurations(task.techniques, task.ratios)
     processes = Processes()
-    # Also where a GPU computes: sums on the CPU round by the number of threads.
-    torch.set_num_threads(task.threads)
     try:
-        evaluation = Evaluation(task, Folder(out), processes)
+        evaluation = Evaluation(task, typed, folder, processes)
         if processes.is_first:
             settings = evaluation.folder.begin(evaluation.settings(), resume)
             if processes.count > 1:
@@ -114,51 +110,54 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
 class Evaluation:
     """The work of one process."""
 
-    def __init__(self, task: Task, folder: Folder, processes: Processes) -> None:
+    def __init__(self, task: Task, typed: Sequence[Configuration] | None, folder: Folder, processes: Processes) -> None:
         self.task = task
         self.folder = folder
         self._processes = processes
         device = task.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{processes.local_index % torch.cuda.device_count()}"
-        self._device = best_device(device)
-        if self._device.type == "cuda":
+        place = best_device(device)
+        if place.type == "cuda":
             # Kernels run on the current device, wherever their tensors are.
-            torch.cuda.set_device(self._device)
-        self._way = way_on(self._device, task.compile)
-        self._dtype = dtype_on(self._device, task.dtype)
+            torch.cuda.set_device(place)
+        self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
+        self._photographs = list_pictures(task.reference) if task.reference else []
         # The first process fetches what is not here yet, the others find it.
         with processes.first_alone():
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
-            self._pipe, self._defaults = load_pipeline(task.model, getattr(torch, self._dtype), self._device)
-        self._pipe.set_progress_bar_config(disable=True)
-        family = family_of(denoiser_of(self._pipe))
-        configurations = read_configurations(
-            task.configurations, task.ratios, family.defaults_under(self._pipe.scheduler)
-        )
-        width, height = picture_size(task.size, self._defaults, self._pipe)
-        self._request = Request(
-            "", task.steps or self._defaults.steps, width, height, (), task.guidance, self._defaults
-        )
-        # Everything that can be refused is refused before hours of work.
-        self._request.arguments(self._pipe, (0,), 1)
-        refusals = {item.label: reason for item in configurations if (reason := self._refusal(item)) is not None}
-        if refusals and not task.tell_refused:
-            label, reason = next(iter(refusals.items()))
-            raise TokenMergeError(f"configuration {label!r} is refused: {reason}")
-        self._refusals = refusals
-        self.configurations = tuple(item for item in configurations if item.label not in refusals)
-        self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
-        self._photographs = list_pictures(task.reference) if task.reference else []
-        if len(self.samples) < 2 or len(self._photographs) == 1:
-            self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
+            if len(self.samples) < 2 or len(self._photographs) == 1:
+                self.choice = self.choice.without({"set": "a set needs two pictures or more; add prompts or seeds"})
+            self._studio = Studio(task, place)
+            if typed is None:
+                typed = read_configurations(default_techniques(self._studio.outline.family), task.ratios)
+            # Everything that can be refused is refused before hours of work.
+            self._refusals = self._refused(typed)
+            self._studio.pipe.set_progress_bar_config(disable=True)
+        self._refusals |= self._refused([item for item in typed if item.label not in self._refusals], loaded=True)
+        self.configurations = tuple(item for item in typed if item.label not in self._refusals)
+
+    def _refused(self, configurations: Sequence[Configuration], *, loaded: bool = False) -> dict[str, str]:
+        """Those that the model cannot have, with why, by what its config files tell or the loaded model."""
+        refusals: dict[str, str] = {}
+        for each in configurations:
+            try:
+                if loaded:
+                    self._studio.attempt(each, self.task.prompts[0])
+                else:
+                    self._studio.check(each)
+            except TokenMergeError as error:
+                if not self.task.tell_refused:
+                    raise TokenMergeError(f"{each.label!r} is refused: {error}") from error
+                refusals[each.label] = str(error)
+        return refusals
 
     def settings(self) -> dict[str, Any]:
         """Everything that a figure of this evaluation depends on."""
-        request = self._request
+        request = self._studio.request
         return {
             "model": self.task.model,
-            "configurations": {item.label: item.config.to_dict() for item in self.configurations},
+            "configurations": {item.label: item.techniques.to_list() for item in self.configurations},
             "caches": {item.label: item.cache.to_dict() for item in self.configurations if item.cache},
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
@@ -167,76 +166,77 @@ class Evaluation:
             "guidance": request.guidance,
             "call": request.defaults.call,
             "size": [request.width, request.height],
-            "dtype": self._dtype,
-            "compile": self._way,
+            "dtype": self._studio.dtype,
+            "compile": self._studio.way,
             "batch": self.task.batch,
             "repeats": self.task.repeats,
             "reference": {path.name: digest_of(path) for path in self._photographs},
             "networks": {name: network.identity for name, network in self.choice.networks.items()},
-            "environment": environment(self._device),
+            "environment": environment(self._studio.device),
         }
 
     def calibrate(self) -> None:
-        """What some caches need to know of the unmerged model, from the first picture."""
-        if self.folder.calibration.is_file() or not any(
-            item.cache and item.cache.calibrated for item in self.configurations
-        ):
+        """What some caches need to know of the plain model, from the first picture."""
+        if self.folder.calibration.is_file() or not is_calibrated(self.configurations):
             return
-        ratios = calibrate(self._pipe, lambda: self._draw(self.samples[0]), self._request.steps)
-        write_text(self.folder.calibration, to_json({"mag_ratios": ratios}))
+        self._studio.calibrate(self.samples[0].prompt, self.samples[0].seed)
+        write_text(self.folder.calibration, to_json({"mag_ratios": self._studio.mag_ratios}))
 
     def make_pictures(self) -> None:
         """This process's share of the pictures, each in a batch of one."""
         for configuration in self.configurations:
-            left = [
-                sample for sample in self._processes.share_of(self.samples) if not self._made(configuration, sample)
-            ]
+            share = self._processes.share_of(self.samples)
+            left = [sample for sample in share if not self.folder.image(configuration, sample).is_file()]
             if not left:
                 continue
-            self._apply(configuration)
-            if self._way:
-                # Until every phase has been compiled and recorded, other code runs.
-                for _ in range(warm_ups(self._way)):
-                    self._draw(left[0])
+            self._configure(configuration)
+            # Until every kind of step has been compiled and recorded, other code runs.
+            for _ in range(warm_ups(self._studio.way) if self._studio.way else 0):
+                self._draw(left[0])
             for sample in self._progress(left, configuration.label):
-                picture, modes = self._draw(sample), self.folder.modes(configuration)
+                picture, kinds = self._draw(sample), self.folder.kinds(configuration)
                 # Before the picture, which says that nothing is left to do.
-                if not modes.is_file():
-                    write_text(modes, to_json(step_modes(self._pipe)))
+                if not kinds.is_file():
+                    write_text(kinds, to_json(api.summary(self._studio.pipe).steps))
                 save_picture(picture, self.folder.image(configuration, sample))
-        self._restore()
+        self._studio.restore()
+
+    def _configure(self, configuration: Configuration) -> None:
+        if self._studio.mag_ratios is None and is_calibrated([configuration]):
+            self._studio.mag_ratios = read_json(self.folder.calibration)["mag_ratios"]
+        self._studio.configure(configuration)
+
+    def _draw(self, sample: Sample) -> Any:
+        (picture,), _ = self._studio.draw(sample.prompt, (sample.seed,))
+        return picture
 
     def time(self) -> None:
         """Laps of all configurations in turn, so that a slow moment of the machine costs none of them its place."""
         laps = [(lap, item) for lap in range(self.task.repeats) for item in self.configurations]
         left = [(lap, item) for lap, item in laps if not self.folder.timing(item, lap).is_file()]
         for lap, configuration in self._progress(left, "time"):
-            self._apply(configuration)
+            self._configure(configuration)
             # Of what ran before, which the peak would count.
-            free_memory(self._device)
+            free_memory(self._studio.device)
             write_text(self.folder.timing(configuration, lap), to_json(self._lap()))
-        self._restore()
+        self._studio.restore()
 
     def _lap(self) -> dict[str, Any]:
         """One timed batch, after those that do not count: seconds per picture of the whole call and of the denoiser in
         it, and the memory it took."""
-        batch, request = self.task.batch, replace(self._request, prompt=self.task.prompts[0])
-
-        def run() -> float:
-            return draw(self._pipe, request, range(batch), request.steps, self._device)[1]
-
-        for _ in range(warm_ups(self._way)):
-            run()
-        forget_peak_memory(self._device)
-        with timed_calls(denoiser_of(self._pipe), self._device) as watch:
-            seconds = run()
+        batch, studio, prompt = self.task.batch, self._studio, self.task.prompts[0]
+        for _ in range(warm_ups(studio.way)):
+            studio.draw(prompt, range(batch))
+        forget_peak_memory(studio.device)
+        with timed_calls(denoiser_of(studio.pipe), studio.device) as watch:
+            _, seconds = studio.draw(prompt, range(batch))
         return {
             "seconds": seconds / batch,
             "denoiser_seconds": sum(watch.milliseconds()) / 1e3 / batch,
             "batch": batch,
-            "peak_memory": peak_memory(self._device),
-            "graphs": recordings(denoiser_of(self._pipe)),
-            "tokens": token_counts(self._pipe),
+            "peak_memory": peak_memory(studio.device),
+            "graphs": recordings(denoiser_of(studio.pipe)),
+            "tokens": token_counts(studio.pipe),
         }
 
     def measure(self) -> None:
@@ -257,8 +257,8 @@ class Evaluation:
         metrics = self.choice.of_kind("set")
         left = [item for item in self._processes.share_of(self.configurations) if self._lacking(item)]
         if not self._photographs:
-            # The distance of the unmerged pictures to themselves says nothing.
-            left = [configuration for configuration in left if configuration.label != BASELINE]
+            # The distance of the plain pictures to themselves says nothing.
+            left = [configuration for configuration in left if not configuration.is_plain]
         if not left:
             return
         if self._photographs:
@@ -283,73 +283,23 @@ class Evaluation:
 
     def close(self) -> None:
         """Give the model up, or a search would hold that of every rung."""
-        del self._pipe
-        free_memory(self._device)
+        device = self._studio.device
+        del self._studio
+        free_memory(device)
 
     def results(self, settings: dict[str, Any]) -> Results:
         return gather(self.folder, settings, self.choice, self.configurations, self.samples)
 
-    def _refusal(self, configuration: Configuration) -> str | None:
-        """Why the model cannot be merged or cached so at this size."""
-        try:
-            if configuration.merges:
-                api.plan(self._pipe, configuration.config, height=self._request.height, width=self._request.width)
-                with api.applied(self._pipe, configuration.config):
-                    self._try_cache(configuration)
-            else:
-                self._try_cache(configuration)
-        except TokenMergeError as error:
-            return str(error)
-        return None
-
-    def _try_cache(self, configuration: Configuration) -> None:
-        if configuration.cache is None:
-            return
-        check_cacheable(self._way)
-        steps = min(TRIAL_STEPS, self._request.steps)
-        request = replace(self._request, prompt=self.task.prompts[0])
-        make = partial(draw, self._pipe, request, self.task.seeds[:1], steps, self._device)
-        try_cache(self._pipe, configuration.cache, make, steps)
-
-    def _made(self, configuration: Configuration, sample: Sample) -> bool:
-        return self.folder.image(configuration, sample).is_file()
-
-    def _apply(self, configuration: Configuration) -> None:
-        disable_cache(self._pipe)
-        if configuration.merges:
-            api.apply(self._pipe, configuration.config)
-        else:
-            api.remove(self._pipe)
-        if self._way:
-            # Code compiled for other token counts before, in this process, might serve these too and round differently.
-            uncompile(self._pipe)
-            torch.compiler.reset()
-            compile_as(self._pipe, self._way)
-        if configuration.cache:
-            ratios = read_json(self.folder.calibration)["mag_ratios"] if configuration.cache.calibrated else None
-            enable_cache(self._pipe, configuration.cache, self._request.steps, ratios)
-
-    def _restore(self) -> None:
-        """The model as it was loaded."""
-        disable_cache(self._pipe)
-        api.remove(self._pipe)
-        uncompile(self._pipe)
-
-    def _draw(self, sample: Sample) -> Any:
-        request = replace(self._request, prompt=sample.prompt)
-        (picture,), _ = draw(self._pipe, request, (sample.seed,), request.steps, self._device)
-        return picture
-
     def _measure(self, configuration: Configuration, sample: Sample, reference: Picture) -> None:
-        """What is not known yet about one picture. The baseline is not compared with itself."""
+        """What is not known yet about one picture. The plain one is not compared with itself."""
         path, features = self.folder.values(configuration, sample), self.folder.features(configuration, sample)
         known = read_json(path) if path.is_file() else {}
-        pairs = self.choice.of_kind("pair") if configuration.label != BASELINE else ()
+        pairs = self.choice.of_kind("pair") if not configuration.is_plain else ()
         wanted = [metric for metric in (*pairs, *self.choice.of_kind("text")) if metric.name not in known]
         lacks_features = bool(self.choice.of_kind("set")) and not features.is_file()
         if not wanted and not lacks_features:
             return
-        test = reference if configuration.label == BASELINE else self._picture(configuration, sample)
+        test = reference if configuration.is_plain else self._picture(configuration, sample)
         if lacks_features:
             save_features(features, self._meter.features(test))
         for metric in wanted:
@@ -368,7 +318,7 @@ class Evaluation:
 
     @cached_property
     def _meter(self) -> Meter:
-        return Meter(self.choice, self._device, self.task.threads)
+        return Meter(self.choice, self._studio.device, self.task.threads)
 
     def _progress(self, items: Sequence[Item], label: str) -> Iterator[Item]:
         """A bar, by the first process, for its own share."""

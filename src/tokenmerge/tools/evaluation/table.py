@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 
-from ...compiling.blocks import warm_ups
-from ..drawing.generate import saves_nothing
+from ...planning.tables import counted, table
+from ..compiling import warm_ups
+from ..drawing.comparison import saves_nothing
 from ..quality.metrics import Metric
 from ..quality.statistics import Estimate
-from ...planning.tables import counted, table
 from .results import Results
 
 # By what --compile came to.
@@ -84,12 +84,12 @@ def _circumstances(results: Results) -> list[str]:
         )
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
-        against = f"the {counted(count, 'picture')} of the reference folder" if count else "the unmerged pictures"
+        against = f"the {counted(count, 'picture')} of the reference folder" if count else "the plain pictures"
         lines.append(
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
-    idle = [saves_nothing(row.configuration.label, row.modes, row.configuration.config) for row in results.rows]
+    idle = [saves_nothing(row.configuration.label, row.kinds) for row in results.rows]
     lines += [note for note in idle if note]
     return lines + [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
 

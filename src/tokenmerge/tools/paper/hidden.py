@@ -1,25 +1,20 @@
-"""The tokens that enter every block of an unmerged model, step by step."""
+"""The tokens that enter every block of a plain model, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ...families import Family, denoiser_of, family_of
-from ...families.base import Block
-from ..loading import dtype_on, load_pipeline
-from ...families.calls import DenoiserCall, grid_at_level, grids_of_ids
+from ...families import Block, Family, denoiser_of, family_of
+from ...families.calls import DenoiserCall, TokenGrid, grid_at_level, grids_of_ids
 from ...runtime.clock import Clock
-from ..drawing.generate import Request, best_device, draw, picture_size
-from ...merging.grid import TokenGrid
-from ...runtime.installing import Installation
-from ..typed import check_counts
+from ...runtime.installing import observe_calls
+from ..drawing.studio import Studio
 
 
 @dataclass(frozen=True)
@@ -32,41 +27,19 @@ class Hidden:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
-class Subject:
-    """An unmerged model, ready to draw."""
-
-    pipe: Any
-    request: Request
-    device: torch.device
-
-    def watch(self, prompt: str, seed: int, see: Callable[[Hidden], None]) -> Image.Image:
-        """Draw one picture, and show `see` the tokens that enter every block at every step."""
-        denoiser = denoiser_of(self.pipe)
-        family = family_of(denoiser)
-        watcher = _Watcher(family, see)
-        installations = [Installation() for _ in range(1 + len(family.blocks(denoiser)))]
-        try:
-            installations[0].observe_calls(denoiser, watcher.enter)
-            for installation, block in zip(installations[1:], family.blocks(denoiser), strict=True):
-                installation.observe_calls(block.module, partial(watcher.enter_block, block))
-            request = replace(self.request, prompt=prompt)
-            (picture,), _ = draw(self.pipe, request, (seed,), request.steps, self.device)
-        finally:
-            for installation in installations:
-                installation.uninstall()
-        return picture
-
-
-def load_subject(
-    model: str, *, size: str | None, steps: int | None, guidance: float | None, device: str | None, dtype: str | None
-) -> Subject:
-    check_counts(steps=steps)
-    place = best_device(device)
-    pipe, defaults = load_pipeline(model, getattr(torch, dtype_on(place, dtype)), place)
-    pipe.set_progress_bar_config(disable=True)
-    width, height = picture_size(size, defaults, pipe)
-    return Subject(pipe, Request("", steps or defaults.steps, width, height, (), guidance, defaults), place)
+def watch(studio: Studio, prompt: str, seed: int, see: Callable[[Hidden], None]) -> Image.Image:
+    """Draw one picture, and show `see` the tokens that enter every block at every step."""
+    denoiser = denoiser_of(studio.pipe)
+    family = family_of(denoiser)
+    watcher = _Watcher(family, see)
+    undo = [observe_calls(denoiser, watcher.enter)]
+    undo += [observe_calls(block.module, partial(watcher.enter_block, block)) for block in family.blocks(denoiser)]
+    try:
+        (picture,), _ = studio.draw(prompt, (seed,))
+    finally:
+        for each in undo:
+            each()
+    return picture
 
 
 class _Watcher:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from ...presets import load_preset
+from ...config import Merge
 from ...errors import TokenMergeError
-from ..typed import check_counts
+from ...presets import preset
+from ..drawing.studio import Setup, Studio
+from ..evaluation.plots import check_plots
 from .finding import Finding
-from .hidden import load_subject
 from .locality import recolour
 from .maptimes import LAYERS, time_maps
 from .overlap import measure_overlap
-from ..evaluation.plots import check_plots
 from .studies import Inquiry
 
 # The variant of the paper whose selection is local, at its usual ratio.
@@ -24,32 +24,29 @@ OVERLAP_PRESET = "toma-tile"
 
 def inquire(
     inquiry: Inquiry,
-    model: str,
+    setup: Setup,
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
-    steps: int | None,
-    guidance: float | None,
-    size: str | None,
     batch: int,
     repeats: int,
     ratios: Sequence[float],
-    threads: int,
-    device: str | None,
-    dtype: str | None,
     out: Path,
 ) -> Finding:
     """Make what `inquiry` is about, in the folder `out`."""
     check_plots()
-    check_counts(threads=threads)
-    torch.set_num_threads(threads)
     name = inquiry.names[0]
     if name in LAYERS:
         for option, given in (("batch", batch), ("repeats", repeats)):
             if given < 1:
                 raise TokenMergeError(f"--{option} is {given}; {name} is about time and needs 1 or more")
-        return time_maps(name, ratios, batch=batch, repeats=repeats, device=device, dtype=dtype, out=out)
-    subject = load_subject(model, size=size, steps=steps, guidance=guidance, device=device, dtype=dtype)
+        if setup.threads is not None:
+            torch.set_num_threads(setup.threads)
+        return time_maps(name, ratios, batch=batch, repeats=repeats, device=setup.device, dtype=setup.dtype, out=out)
+    studio = Studio(setup)
+    studio.pipe.set_progress_bar_config(disable=True)
     if name == "fig3":
-        return recolour(subject, prompts, seeds, out)
-    return measure_overlap(subject, load_preset(OVERLAP_PRESET), prompts, seeds, out)
+        return recolour(studio, prompts, seeds, out)
+    technique = preset(OVERLAP_PRESET)
+    assert isinstance(technique, Merge)
+    return measure_overlap(studio, technique, prompts, seeds, out)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor
 from torch import Tensor
 
-from ..files import write_text
-from ...merging.grid import TokenGrid
-from ..drawing.pictures import Panel, save_picture, strip, to_picture
+from ...families.calls import TokenGrid
 from ...planning.tables import table
+from ..drawing.pictures import Panel, save_picture, strip, to_picture
+from ..drawing.studio import Studio
+from ..files import to_json, write_text
 from .finding import Finding
-from ..evaluation.folder import to_json
-from .hidden import Hidden, Subject
+from .hidden import Hidden, watch
 
 CLUSTERS = 8
 _TURNS = 20
@@ -26,16 +26,16 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _MOST_BLOCKS, _MOST_STEPS = 8, 5
 
 
-def recolour(subject: Subject, prompts: Sequence[str], seeds: Sequence[int], out: Path) -> Finding:
+def recolour(studio: Studio, prompts: Sequence[str], seeds: Sequence[int], out: Path) -> Finding:
     """Write the figure of the first prompt and seed, and how often neighbours share a cluster in all of them."""
-    steps = _spread(subject.request.steps, _MOST_STEPS)
+    steps = _spread(studio.request.steps, _MOST_STEPS)
     records: list[dict[str, Any]] = []
     coloured: dict[str, list[Panel]] = {}
     for prompt in prompts:
         for seed in seeds:
             seen: list[Hidden] = []
             # What is not shown is not kept: all tokens of all steps would fill the memory.
-            picture = subject.watch(prompt, seed, lambda hidden, seen=seen: _keep(hidden, steps, seen))  # type: ignore[misc]
+            picture = watch(studio, prompt, seed, lambda hidden, seen=seen: _keep(hidden, steps, seen))  # type: ignore[misc]
             first = not records
             for hidden in seen:
                 labels = cluster(hidden.tokens, CLUSTERS)

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-from ..loading import dtype_on
-from ...presets import load_preset
-from ...config import MergeConfig
-from ..files import write_text
-from ..drawing.generate import best_device
-from ...merging.grid import TokenGrid
-from ..measure import Stopwatch, captured, environment
+from ...config import Merge
+from ...families.calls import TokenGrid
+from ...merging.mergemap import MapSpace
 from ...merging.methods import Given, method_for
 from ...merging.ops import backend_for
 from ...planning.tables import markdown
+from ...presets import preset
+from ..files import to_json, write_text
+from ..loading import best_device, dtype_on
+from ..measure import Stopwatch, captured, environment
 from .finding import Finding
-from ..evaluation.folder import to_json
 
 # Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
 LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}
@@ -45,10 +44,12 @@ def time_maps(
     tokens = torch.randn(samples, grid.count, width, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(place, getattr(torch, kind))
     records: list[dict[str, Any]] = []
-    for preset in _PRESETS:
+    for chosen in _PRESETS:
         for ratio in ratios:
-            times = _time(load_preset(preset).replace(ratio=ratio), grid, tokens, repeats)
-            record = {"preset": preset, "ratio": ratio, "tokens": grid.count, "width": width, "batch": samples}
+            technique = preset(chosen)
+            assert isinstance(technique, Merge)
+            times = _time(technique.replace(ratio=ratio), grid, tokens, repeats)
+            record = {"preset": chosen, "ratio": ratio, "tokens": grid.count, "width": width, "batch": samples}
             records.append({**record, "dtype": kind, **times, "environment": environment(place)})
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
     text = map_table(records)
@@ -71,18 +72,17 @@ def map_table(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _time(config: MergeConfig, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
-    method = method_for(config)
-    config = method.settle(config)
-    partition = method.partition((grid,), config).to(tokens.device)
-    ops, _ = backend_for(config.backend, tokens.device)
-    merge_map = method.empty_map(
-        partition.layout, ops, config, len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device
-    )
+def _time(technique: Merge, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+    method = method_for(technique)
+    technique = method.settle(technique)
+    partition = method.partition((grid,), technique).to(tokens.device)
+    ops, _ = backend_for(technique.backend, tokens.device)
+    space = MapSpace(len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device)
+    merge_map = method.empty_map(partition.layout, ops, technique, space)
     generator = torch.Generator().manual_seed(0)
 
     def renew(phase: str) -> None:
-        method.renew(merge_map, phase, Given(tokens, partition, config, generator, shared=False, ops=ops))
+        method.renew(merge_map, phase, Given(tokens, partition, technique, generator, shared=False, ops=ops))
 
     renew("select")
     merged = merge_map.merge(tokens)

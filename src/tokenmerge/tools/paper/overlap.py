@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config import MergeConfig
-from ..files import write_text
+from ...config import Merge
 from ...merging.grid import Partition, partition_grids
 from ...merging.ops import backend_for
 from ...planning.tables import table
-from .finding import Finding
-from ..evaluation.folder import to_json
-from .hidden import Hidden, Subject
+from ..drawing.studio import Studio
 from ..evaluation.plots import new_plot, save_plot
+from ..files import to_json, write_text
+from .finding import Finding
+from .hidden import Hidden, watch
 
 
 def measure_overlap(
-    subject: Subject, config: MergeConfig, prompts: Sequence[str], seeds: Sequence[int], out: Path
+    studio: Studio, technique: Merge, prompts: Sequence[str], seeds: Sequence[int], out: Path
 ) -> Finding:
-    """Select in every block at every step of unmerged pictures, and compare with the first step of the interval that
+    """Select in every block at every step of plain pictures, and compare with the first step of the interval that
     destinations would be kept for."""
-    interval = config.schedule.destinations_every
+    interval = technique.destinations_every
     shares: dict[tuple[str, int], list[float]] = {}
     chances: dict[str, float] = {}
     for prompt in prompts:
         for seed in seeds:
-            selector = _Selector(config)
+            selector = _Selector(technique)
 
             def see(hidden: Hidden, selector: _Selector = selector) -> None:
                 share, chance = selector.compare(hidden, hidden.step % interval == 0)
                 shares.setdefault((hidden.block, hidden.step), []).append(share)
                 chances[hidden.block] = chance
 
-            subject.watch(prompt, seed, see)
+            watch(studio, prompt, seed, see)
     records: list[dict[str, Any]] = [
         {
             "block": block,
@@ -49,7 +49,7 @@ def measure_overlap(
         for (block, step), found in shares.items()
     ]
     write_text(out / "values.jsonl", "".join(map(to_json, records)))
-    save_plot(_draw(records, interval, config), out / "figure.png")
+    save_plot(_draw(records, interval, technique), out / "figure.png")
     return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
 
 
@@ -67,8 +67,8 @@ def overlap_cells(records: Sequence[dict[str, Any]], interval: int) -> tuple[lis
 class _Selector:
     """Selects for one picture, and remembers the first destinations of the interval."""
 
-    def __init__(self, config: MergeConfig) -> None:
-        self._config = config
+    def __init__(self, technique: Merge) -> None:
+        self._technique = technique
         self._partitions: dict[object, Partition] = {}
         self._first: dict[str, Tensor] = {}
 
@@ -76,18 +76,18 @@ class _Selector:
         """The share of destinations that were there at the first step of the interval; and what chance would give."""
         device = hidden.tokens.device
         if hidden.grid not in self._partitions:
-            self._partitions[hidden.grid] = partition_grids((hidden.grid,), self._config).to(device)
+            self._partitions[hidden.grid] = partition_grids((hidden.grid,), self._technique).to(device)
         layout = self._partitions[hidden.grid].layout
-        ops, _ = backend_for(self._config.backend, device)
+        ops, _ = backend_for(self._technique.backend, device)
         found = ops.select(
             hidden.tokens[None],
             self._partitions[hidden.grid].order,
             layout.select_regions,
             layout.select_count,
-            selection=self._config.selection,
-            similarity=self._config.similarity,
+            selection=self._technique.selection,
+            similarity=self._technique.similarity,
             shared=False,
-            generator=torch.Generator().manual_seed(self._config.seed),
+            generator=torch.Generator().manual_seed(self._technique.seed),
         )
         chosen = torch.zeros(layout.tokens, dtype=torch.bool, device=device)
         chosen[found.flatten()] = True
@@ -97,7 +97,7 @@ class _Selector:
         return share.item(), layout.select_count / layout.select_size
 
 
-def _draw(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig) -> Any:
+def _draw(records: Sequence[dict[str, Any]], interval: int, technique: Merge) -> Any:
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
@@ -117,7 +117,7 @@ def _draw(records: Sequence[dict[str, Any]], interval: int, config: MergeConfig)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
     axes.set_ylabel("share of the same destinations")
-    title = f"Do destinations stay? {config.selection} in {config.regions}, ratio {config.ratio:g}"
+    title = f"Do destinations stay? {technique.selection} in {technique.regions}, ratio {technique.ratio:g}"
     axes.set_title(title, fontsize=10, loc="left")
     columns = 1 + len(blocks) // 24
     axes.legend(fontsize=6, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns)

@@ -1,1 +1,1 @@
-"""`tokenmerge tune`: search the merging settings of a model for a budget of drift or a wished speed-up."""
+"""`tokenmerge tune`: search settings of Merge and Hold for a budget of drift or a wished speed-up."""

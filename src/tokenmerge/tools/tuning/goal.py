@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...errors import TokenMergeError
-from ..evaluation.configurations import Configuration
 from ..evaluation.table import figure
 from ..quality.metrics import BY_NAME, METRICS, Metric
 from ..quality.networks import Missing, Sources, find_network
 from ..quality.statistics import Estimate
+from ..typed import Configuration
 
 DEFAULT_METRIC = "lpips"
 # Distances of a pair of pictures: 0 for equal ones.
@@ -22,7 +22,7 @@ DRIFTS = tuple(metric.name for metric in METRICS if metric.kind == "pair" and no
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration as it was measured: seconds per picture, speed-up over the unmerged model, and drift from it."""
+    """A configuration as it was measured: seconds per picture, speed-up over the plain model, and drift from it."""
 
     configuration: Configuration
     seconds: float
@@ -32,7 +32,7 @@ class Point:
     def to_dict(self) -> dict[str, Any]:
         return {
             "label": self.configuration.label,
-            "config": self.configuration.config.to_dict(),
+            "techniques": self.configuration.techniques.to_list(),
             "seconds": self.seconds,
             "speed_up": self.speed_up,
             "drift": {"mean": self.drift.mean, "interval": self.drift.interval},
@@ -94,7 +94,7 @@ class Goal(ABC):
 
 @dataclass(frozen=True)
 class Budget(Goal):
-    """The fastest with at most so much drift. It must also be worth it: faster than the unmerged model, which has no
+    """The fastest with at most so much drift. It must also be worth it: faster than the plain model, which has no
     drift."""
 
     option: ClassVar[str] = "budget"

@@ -43,7 +43,7 @@ def survivors(points: Sequence[Point], baseline: Point, goal: Goal, count: int) 
     """The `count` points that go on: the one that would be chosen now, then layer by layer, and within a layer those
     nearest to the goal's line.
 
-    baseline: the unmerged model, without drift; what is slower than it is in no first layer.
+    baseline: the plain model, without drift; what is slower than it is in no first layer.
     """
     best = goal.nearest(points)
     ordered = [

@@ -2,32 +2,33 @@
 
 rungs/N/, rungs/held-out-N/    the evaluations, with pictures and reports of their own
 front.md, front.json, front.png
-preset.yaml                    what was found; or nearest.yaml, where nothing meets the goal
+preset.yaml                    what was found; or nearest.yaml, where nothing meets the goal; .json without PyYAML
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...config import MergeConfig
-from ..evaluation.folder import finite, to_json
+from ...config import Techniques
+from ...planning.tables import markdown, table
 from ..evaluation.plots import new_plot, save_plot
 from ..evaluation.results import Results
 from ..evaluation.table import conditions, figure
-from ..files import write_text
-from ...planning.tables import markdown, table
+from ..files import finite, to_json, write_text
 from .goal import Budget, Goal, Point
 from .halving import front
 from .samples import Share
 
-PRESET, NEAREST = "preset.yaml", "nearest.yaml"
+# Endings of the file that holds what was found.
+YAML, JSON = ".yaml", ".json"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Candidates measured on the same samples, and the unmerged model with them."""
+    """Candidates measured on the same samples, and the plain model with them."""
 
     share: Share
     baseline: Point
@@ -39,7 +40,7 @@ class Rung:
         return {
             "prompts": list(self.share.prompts),
             "seeds": list(self.share.seeds),
-            "unmerged": {"seconds": self.baseline.seconds},
+            "plain": {"seconds": self.baseline.seconds},
             "points": [point.to_dict() for point in self.points],
             "refused": self.refused,
         }
@@ -70,11 +71,12 @@ class Outcome:
 
     @property
     def file(self) -> str:
-        return PRESET if self.reached else NEAREST
+        """The name of the file that holds what was found."""
+        return f"{'preset' if self.reached else 'nearest'}{YAML if find_spec('yaml') else JSON}"
 
     @property
     def front(self) -> list[Point]:
-        """Of the last rung, all of whose candidates saw the same samples; the unmerged model is always on it."""
+        """Of the last rung, all of whose candidates saw the same samples; the plain model is always on it."""
         return front([self.rungs[-1].baseline, *self.rungs[-1].points])
 
     def shortfall(self) -> str | None:
@@ -83,8 +85,8 @@ class Outcome:
             return None
         return (
             f"nothing that was tried has {self.goal.bound}; nearest, on held-out samples, comes "
-            f"{self.chosen.configuration.label} with {self.goal.told(self.chosen)}, kept in {NEAREST}; "
-            f"try {self.goal.easier}, more --candidates, or a larger --size or --batch, where merging saves more"
+            f"{self.chosen.configuration.label} with {self.goal.told(self.chosen)}, kept in {self.file}; "
+            f"try {self.goal.easier}, more --candidates, or a larger --size or --batch, where techniques save more"
         )
 
     def to_dict(self) -> Any:
@@ -140,7 +142,7 @@ class Outcome:
         """What the chosen candidate was measured to do, and where."""
         chosen, baseline, share = self.chosen, self.final.baseline, self.final.share
         unseen = "that the search had not seen" if share.fresh else "with seeds that the search had not seen"
-        against = f"{chosen.seconds:.4g} s per picture against {baseline.seconds:.4g} s unmerged"
+        against = f"{chosen.seconds:.4g} s per picture against {baseline.seconds:.4g} s plain"
         return [
             f"Asked for: {self.goal}.",
             f"On {share} {unseen}: {self.goal.told(chosen)}, {against}.",
@@ -156,19 +158,28 @@ def write_outcome(outcome: Outcome, out: Path) -> None:
     write_text(out / "front.json", to_json(outcome.to_dict(), indent=2))
     write_text(out / "front.md", outcome.to_markdown())
     _write_plot(outcome, out / "front.png")
-    for name in {PRESET, NEAREST} - {outcome.file}:
-        (out / name).unlink(missing_ok=True)
+    for name in (f"{stem}{ending}" for stem in ("preset", "nearest") for ending in (YAML, JSON)):
+        if name != outcome.file:
+            (out / name).unlink(missing_ok=True)
     write_text(out / outcome.file, preset_text(outcome))
 
 
 def preset_text(outcome: Outcome) -> str:
-    """YAML that `apply(pipe, preset=...)` takes, under how it was found."""
-    config: MergeConfig = outcome.chosen.configuration.config
+    """What `apply(pipe, "preset.yaml")` reads: the techniques, in YAML under how they were found."""
+    techniques: Techniques = outcome.chosen.configuration.techniques
+    listed = techniques.to_list()
+    data = listed[0] if len(listed) == 1 else listed
+    if outcome.file.endswith(JSON):
+        return to_json(data, indent=2)
+    import yaml
+
     notes = [*outcome.findings(), *([outcome.command] if outcome.command else [])]
     if not outcome.reached:
         notes.insert(1, "Not reached; this came nearest.")
     # What was typed may hold line breaks, which would end the comment.
-    return "".join(f"# {' '.join(note.split())}\n" for note in notes) + config.to_yaml()
+    comments = "".join(f"# {' '.join(note.split())}\n" for note in notes)
+    written: str = yaml.safe_dump(data, sort_keys=False)
+    return comments + written
 
 
 def _write_plot(outcome: Outcome, path: Path) -> None:
@@ -188,7 +199,7 @@ def _write_plot(outcome: Outcome, path: Path) -> None:
         label=f"last rung, {last.share}",
     )
     axes.plot(*_places(outcome.front), "-", color="#0072B2", linewidth=1.2, label="front")
-    axes.plot(1.0, 0.0, "x", color="#777777", label="unmerged")
+    axes.plot(1.0, 0.0, "x", color="#777777", label="plain")
     axes.errorbar(
         *_places([chosen]),
         yerr=[chosen.drift.interval or 0.0],
@@ -203,7 +214,7 @@ def _write_plot(outcome: Outcome, path: Path) -> None:
     draw_line(goal.value, label="asked for", **line)
     # Intervals of few prompts would press all points together, and may leave the plot.
     axes.set_ylim(0.0, 1.15 * max(point.drift.mean for point in (*seen.values(), chosen)) or 1.0)
-    axes.set_xlabel("speed-up over the unmerged model")
+    axes.set_xlabel("speed-up over the plain model")
     axes.set_ylabel(f"{goal.metric.title}, lower is better")
     drawn.suptitle(f"{goal.metric.title}: {goal.metric.meaning}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(last.results), fontsize=8, color="#555555", loc="left")

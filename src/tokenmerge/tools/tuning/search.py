@@ -9,23 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...families import family_of
-from ..loading import empty_denoiser
-from ...presets import load_preset
 from ...errors import TokenMergeError
-from ..evaluation.configurations import Configuration
+from ..drawing.studio import Setup
 from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
+from ..fields import check_counts, check_seeds
 from ..files import check_folder
-from ..typed import check_counts
+from ..loading import outline
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
+from ..typed import Configuration, default_techniques, read_typed
 from .goal import Goal, Point
 from .halving import front, rung_sizes, survivors
 from .report import Outcome, Rung, write_outcome
@@ -36,40 +35,38 @@ from .space import draw_candidates
 _TRIES = 3
 
 
-@dataclass(frozen=True)
-class Search:
+@dataclass(frozen=True, kw_only=True)
+class Search(Setup):
     """What was asked for. number: pictures of every candidate in the first rung; each further one has twice as many."""
 
-    model: str
     prompts: Sequence[str]
     goal: Goal
+    techniques: Sequence[str] | None = None  # as typed, fields left out are searched; without, the family's
     candidates: int = 24
     rungs: int = 3
     number: int = 2
     seed: int = 0
-    steps: int | None = None
-    guidance: float | None = None
-    size: str | None = None
     sources: Sources = field(default_factory=Sources)
     batch: int = 1
     repeats: int = 3
     threads: int = 1
-    device: str | None = None
-    dtype: str | None = None
-    compile: str | None = None
 
     def __post_init__(self) -> None:
-        check_counts(rungs=self.rungs, number=self.number, repeats=self.repeats)
-        check_counts(0, seed=self.seed)
+        super().__post_init__()
+        check_counts(rungs=self.rungs, number=self.number, repeats=self.repeats, batch=self.batch)
+        check_seeds(self.seed)
 
     def task(self, configurations: Sequence[Configuration], share: Share) -> Task:
-        names = ("model", "steps", "guidance", "size", "sources", "batch", "repeats", "threads", "device", "dtype")
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*names, "compile")}
+        """The evaluation of candidates on a share of the samples."""
+        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(Setup)}
         return Task(
-            configurations=configurations,
+            techniques=configurations,
             prompts=share.prompts,
             seeds=share.seeds,
             metrics=(self.goal.metric.name,),
+            sources=self.sources,
+            batch=self.batch,
+            repeats=self.repeats,
             # The space is that of all models; what this one cannot do at this size is left out.
             tell_refused=True,
             **given,
@@ -90,16 +87,15 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     check_folder(out)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
-    family = family_of(empty_denoiser(search.model)[0])
-    # What writes the preset in the end must be there.
-    load_preset(family.defaults.merging).to_yaml()
-    configurations = list(draw_candidates(family.defaults, search.candidates, search.seed))
+    typed = None if search.techniques is None else [read_typed(text) for text in search.techniques]
+    family = outline(search.model).family
+    typed = typed or [read_typed(text) for text in default_techniques(family)]
+    candidates = draw_candidates(typed, family, search.candidates, search.seed)
     if 2 ** (search.rungs - 1) > search.candidates:
         raise TokenMergeError(
             f"--rungs is {search.rungs}, and {search.candidates} candidates are one after fewer halvings; "
             "use fewer rungs or more --candidates"
         )
-    sizes = rung_sizes(search.candidates, search.rungs)
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
@@ -108,39 +104,61 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
         _check_begun(search, samples[0].count, begun, out)
     elif resume:
         tell_new(out)
-    pictures = [(size + 1) * share.count for size, share in zip(sizes, samples, strict=True)]
-    rungs: list[Rung] = []
-    with _progress(sum(pictures) + 2 * held_out[0].count) as bar:
-        for place, share in enumerate(samples):
-            bar.set_description(f"rung {place + 1} of {search.rungs}")
-            rung = _measure(search, configurations, share, out / "rungs" / str(place + 1), resume)
-            rungs.append(rung)
-            bar.update(pictures[place])
-            if place + 1 < search.rungs:
-                kept = survivors(rung.points, rung.baseline, search.goal, sizes[place + 1])
-                configurations = [point.configuration for point in kept]
-        bar.set_description("held out")
-        # What another of the last rung dominates cannot succeed where that fails.
-        last = front(rungs[-1].points)
-        tried: list[Rung] = []
-        choices = search.goal.best_first(last) or [search.goal.nearest(last)]
-        for place, (point, share) in enumerate(zip(choices, held_out, strict=False)):
-            folder = out / "rungs" / f"held-out-{place + 1}"
-            tried.append(_measure(search, [point.configuration], share, folder, resume))
-            # How many there will be is not known before.
-            bar.total = max(bar.total, bar.n + 2 * share.count)
-            bar.update(2 * share.count)
-            if search.goal.met_by(tried[-1].points[0]):
-                break
+    sizes = rung_sizes(search.candidates, search.rungs)
+    pictures = sum((size + 1) * share.count for size, share in zip(sizes, samples, strict=True))
+    with _progress(pictures + 2 * held_out[0].count) as bar:
+        rungs = _climb(search, candidates, samples, sizes, out / "rungs", resume, bar)
+        tried = _try_held_out(search, rungs[-1], held_out, out / "rungs", resume, bar)
     outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command)
     write_outcome(outcome, out)
     return outcome
 
 
+def _climb(
+    search: Search,
+    configurations: Sequence[Configuration],
+    samples: Sequence[Share],
+    sizes: Sequence[int],
+    folder: Path,
+    resume: bool,
+    bar: Any,
+) -> list[Rung]:
+    """Rung by rung; from each the better half goes on."""
+    rungs: list[Rung] = []
+    for place, share in enumerate(samples):
+        bar.set_description(f"rung {place + 1} of {search.rungs}")
+        rung = _measure(search, configurations, share, folder / str(place + 1), resume)
+        rungs.append(rung)
+        bar.update((sizes[place] + 1) * share.count)
+        if place + 1 < search.rungs:
+            kept = survivors(rung.points, rung.baseline, search.goal, sizes[place + 1])
+            configurations = [point.configuration for point in kept]
+    return rungs
+
+
+def _try_held_out(
+    search: Search, last: Rung, held_out: Sequence[Share], folder: Path, resume: bool, bar: Any
+) -> list[Rung]:
+    """The best of the last rung on new samples, until one meets the goal there."""
+    bar.set_description("held out")
+    # What another of the last rung dominates cannot succeed where that fails.
+    best = front(last.points)
+    tried: list[Rung] = []
+    choices = search.goal.best_first(best) or [search.goal.nearest(best)]
+    for place, (point, share) in enumerate(zip(choices, held_out, strict=False)):
+        tried.append(_measure(search, [point.configuration], share, folder / f"held-out-{place + 1}", resume))
+        # How many there will be is not known before.
+        bar.total = max(bar.total, bar.n + 2 * share.count)
+        bar.update(2 * share.count)
+        if search.goal.met_by(tried[-1].points[0]):
+            break
+    return tried
+
+
 def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Path) -> None:
     """Refuse to go on with a search of other options, by their names; the evaluations would name what follows from
     them. pictures: of a candidate in the first rung. before: what its evaluation was asked for."""
-    # The unmerged model is no candidate.
+    # The plain model is no candidate.
     candidates = len(before["configurations"]) - 1 + len(before["refused"])
     for name, old, new in (
         ("candidates", candidates, search.candidates),
@@ -154,7 +172,7 @@ def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Pat
 
 
 def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
-    """One evaluation, the unmerged model with it."""
+    """One evaluation, the plain model with it."""
     # The rungs of a search that goes on need not be there yet.
     goes_on = resume and Folder(folder).begun() is not None
     results = evaluate(search.task(configurations, share), folder, resume=goes_on)
@@ -173,7 +191,7 @@ def _points(results: Results, goal: Goal) -> Iterator[Point]:
         speed_up = results.speed_up(row)
         if row.seconds is None or speed_up is None:
             raise TokenMergeError(f"{results.folder.root} holds no time of {row.configuration.label!r}; use --resume")
-        # The unmerged model is what pictures are compared with, and has no figure.
+        # The plain model is what pictures are compared with, and has no figure.
         drift = row.estimates.get(goal.metric.name, Estimate(0.0))
         yield Point(row.configuration, row.seconds, speed_up, drift)
 

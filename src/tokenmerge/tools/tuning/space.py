@@ -2,118 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from ...presets import Defaults, load_preset
-from ...config import GAPS, MergeConfig, Schedule
+from ...config import Hold, Merge, Techniques
 from ...errors import TokenMergeError
-from ..evaluation.configurations import Configuration
+from ...families import Family
+from ..fields import write_value
+from ..typed import Configuration, Part, Typed, joined
 
 Changes = Mapping[str, Any]
+Axes = Mapping[str, tuple[Changes, ...]]
 
-_EVEN: Changes = {"block_ratios": None, "step_ratios": None}
 _HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
-_HOLD = "hold"
 _STARTS: tuple[Changes, ...] = tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3))
-_SKIPS: tuple[Changes, ...] = tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375))
 
 # A candidate takes one entry of every axis. Fields that only make sense together share an axis, so that no combination
 # is without meaning: between hard clusters the pseudo-inverse is the transpose, and soft ones need it.
-AXES: dict[str, tuple[Changes, ...]] = {
-    "amount": (
-        *({"ratio": ratio, **_EVEN} for ratio in (0.25, 0.5, 0.75, 0.875, 0.9375)),
-        *({**_EVEN, "block_ratios": ratios} for ratios in ((0.25, 0.75), (0.5, 0.75), (0.75, 0.875))),
-    ),
+MERGE_AXES: Axes = {
+    "ratio": tuple({"ratio": ratio} for ratio in (0.25, 0.5, 0.75, 0.875, 0.9375)),
     "regions": tuple({"regions": f"tile:{side}x{side}", "merge_regions": None} for side in (2, 4, 8)),
     "maps": (
         {"merge": "mean", **_HARD},
         {"merge": "pick", **_HARD},
         {"merge": "mean", "unmerge": "pinv", "temperature": 0.05},
     ),
-    "anchors": (
-        {"anchor_every": 0, "gap": "last", "trust": 1.0},
-        *(
-            {"anchor_every": every, "gap": gap, "trust": trust}
-            for every in (2, 3, 5, 8)
-            for gap in GAPS
-            for trust in (0.25, 0.5, 1.0)
-        ),
-    ),
     "refresh": (
         {"destinations_every": 10, "weights_every": 5},
         {"destinations_every": 1, "weights_every": 1},
     ),
     "start": _STARTS,
-    "skip_first": _SKIPS,
+    "skip_first": tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375)),
 }
-# The same for blocks that do not run between anchors.
-HELD_AXES: dict[str, tuple[Changes, ...]] = {
-    "anchors": tuple({"anchor_every": every, "gap": gap} for every in (2, 3, 4, 5, 8) for gap in GAPS),
+HOLD_AXES: Axes = {
+    "every": tuple({"every": every} for every in (2, 3, 4, 5, 8)),
     "start": _STARTS,
-    "skip_first": _SKIPS,
+    "extrapolate": tuple({"extrapolate": name} for name in ("linear", "sigma")),
 }
-# And for stages of a UNet that do not, which are held all together.
-STAGE_AXES: dict[str, tuple[Changes, ...]] = {name: HELD_AXES[name] for name in ("anchors", "start")}
+# Of models that have stages: all of them, or transformer blocks alone.
+WHAT: tuple[Changes, ...] = tuple({"what": what} for what in ("auto", "blocks"))
 # Always among the candidates: what a user would try first.
-FIXED: tuple[Changes, ...] = (
-    *({"ratio": ratio, **_EVEN} for ratio in (0.5, 0.75)),
-    {"ratio": 0.875, **_EVEN, "anchor_every": 8},
-    {"ratio": 0.5, **_EVEN, "anchor_every": 0, "gap": "last", "trust": 1.0, "start": 0.0, "merge": "mean", **_HARD},
-)
-HELD_FIXED: tuple[Changes, ...] = ({"anchor_every": 3}, {"anchor_every": 5})
-# Far fewer than the axes have combinations, so that drawing new ones stays easy.
+FIXED: dict[str, tuple[Changes, ...]] = {
+    Merge.NAME: ({"ratio": 0.5}, {"ratio": 0.75}),
+    Hold.NAME: ({"every": 3}, {"every": 5}),
+}
+# More would take days.
 MOST = 1000
+# Draws without a new candidate, after which there are taken to be no more.
+_PATIENCE = 2000
 
 
-def draw_candidates(defaults: Defaults, count: int, seed: int) -> tuple[Configuration, ...]:
-    """`count` different candidates: the fixed ones, then ones drawn from any kind of axes by a generator of its own.
+@dataclass(frozen=True)
+class Searched:
+    """A technique whose fields are searched, but for those that were typed."""
 
-    defaults: the presets of the model's family, which like "hold" give all fields that no axis has.
-    """
-    kinds = [(defaults.merging, FIXED, AXES), (_HOLD, HELD_FIXED, HELD_AXES)]
-    if load_preset(defaults.holding).sites == "stage":
-        kinds.append((defaults.holding, HELD_FIXED, STAGE_AXES))
-    fixed = [(preset, changes) for preset, listed, _ in kinds for changes in listed]
-    if not len(fixed) <= count <= MOST:
+    part: Part
+    base: Merge | Hold
+    axes: Axes
+
+    def changed(self, changes: Changes) -> Merge | Hold:
+        """The technique with fields changed that were not typed."""
+        return self.base.replace(**{name: value for name, value in changes.items() if name not in self.part.fields})
+
+    def drawn(self, generator: Random) -> Merge | Hold:
+        chosen = [generator.choice(axis) for axis in self.axes.values()]
+        return self.changed({name: value for changes in chosen for name, value in changes.items()})
+
+    def typed(self, technique: Merge | Hold) -> Part:
+        """A technique as it is typed: by what was typed before, and how it differs."""
+        values = {name: getattr(technique, name) for name in technique.field_docs()}
+        told = {name: write_value(value) for name, value in values.items() if value != getattr(self.base, name)}
+        return Part(self.part.head, {**self.part.fields, **told})
+
+
+def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
+    """The techniques of a configuration, each with the axes that are left to search."""
+    if typed.configuration.cache is not None:
         raise TokenMergeError(
-            f"--candidates is {count}; it must be from {len(fixed)}, which are always tried, to {MOST}"
+            f"{typed.configuration.label!r} has a step cache, which tune does not search; leave it out"
         )
-    found = {load_preset(preset).replace(**changes): preset for preset, changes in fixed}
-    generator = Random(seed)
+    found = []
+    for part in typed.parts:
+        techniques = [each for each in part.techniques() if each is not None]
+        if len(techniques) != 1:
+            kind = "both techniques" if techniques else "no technique"
+            raise TokenMergeError(f"{str(part)!r} holds {kind}; give tune presets, or files of one technique each")
+        axes = dict(MERGE_AXES) if isinstance(techniques[0], Merge) else dict(HOLD_AXES)
+        if isinstance(techniques[0], Hold) and family.stages is not None:
+            axes["what"] = WHAT
+        free = {name: axis for name, axis in axes.items() if part.fields.keys().isdisjoint(axis[0])}
+        found.append(Searched(part, techniques[0], free))
+    return tuple(found)
+
+
+def draw_candidates(asked: Sequence[Typed], family: Family, count: int, seed: int) -> tuple[Configuration, ...]:
+    """`count` different candidates: the fixed ones of all that is asked for, then drawn ones, by a generator of its
+    own."""
+    kinds = [searched(typed, family) for typed in asked]
+    found: dict[Techniques, Configuration] = {}
+    for kind in kinds:
+        for changes in zip(*(FIXED[each.base.NAME] for each in kind), strict=True):
+            _add(found, kind, [each.changed(change) for each, change in zip(kind, changes, strict=True)])
+    fixed = len(found)
+    if not fixed <= count <= MOST:
+        raise TokenMergeError(f"--candidates is {count}; it must be from {fixed}, which are always tried, to {MOST}")
+    generator, misses = Random(seed), 0
     while len(found) < count:
-        preset, _, axes = generator.choice(kinds)
-        drawn: dict[str, Any] = {}
-        for axis in axes.values():
-            drawn |= generator.choice(axis)
-        config = load_preset(preset).replace(**drawn)
-        if fits_regions(config):
-            found[config] = preset
-    return tuple(Configuration(label(config, preset), config) for config, preset in found.items())
+        kind, before = generator.choice(kinds), len(found)
+        techniques = [each.drawn(generator) for each in kind]
+        if all(isinstance(each, Hold) or fits_regions(each) for each in techniques):
+            _add(found, kind, techniques)
+        misses = misses + 1 if len(found) == before else 0
+        if misses > _PATIENCE:
+            raise TokenMergeError(
+                f"--candidates is {count}, and only {len(found)} different ones exist; ask for fewer, or leave fields "
+                "of --techniques open"
+            )
+    return tuple(found.values())
 
 
-def fits_regions(config: MergeConfig) -> bool:
+def _add(found: dict[Techniques, Configuration], kind: Sequence[Searched], techniques: Sequence[Merge | Hold]) -> None:
+    label = joined([each.typed(technique) for each, technique in zip(kind, techniques, strict=True)])
+    chosen = Techniques.of(*techniques)
+    found.setdefault(chosen, Configuration(label, chosen))
+
+
+def fits_regions(merge: Merge) -> bool:
     """Whether regions can remove exactly what is asked; else the candidate would be another one in disguise."""
-    height, width = config.select_in.tile or (1, 1)
-    return all((ratio * height * width).is_integer() for ratio in config.ratios)
-
-
-def label(config: MergeConfig, preset: str) -> str:
-    """A config by how it differs from a preset, as `tokenmerge eval --configs` reads it."""
-    base = load_preset(preset)
-    names = [item.name for item in fields(MergeConfig) if item.name != "schedule"]
-    changed = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(base, name)}
-    for item in fields(Schedule):
-        value = getattr(config.schedule, item.name)
-        if value != getattr(base.schedule, item.name):
-            changed[item.name] = value
-    told = ",".join(f"{name}={_typed(value)}" for name, value in changed.items())
-    return f"{preset}:{told}" if told else preset
-
-
-def _typed(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(f"{part:g}" for part in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    height, width = merge.select_in.tile or (1, 1)
+    return (merge.ratio * height * width).is_integer()

@@ -1,0 +1,65 @@
+"""`tokenmerge bench`: time a denoiser, plain and with techniques."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..fields import parse_as, parse_sizes
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time a denoiser plain and with techniques",
+        description=shared.described(
+            "Time a denoiser by kind of step and over a whole schedule, count its launches and measure its memory: "
+            "plain, with each technique, and where tokens merge linearly, the bound of that. Prints Markdown tables."
+        ),
+    )
+    add_, number, numbers = parser.add_argument, parse_as(int), parse_as(tuple[int, ...])
+    shared.add_model(parser, "tiny-flux", random=True)
+    shared.add_techniques(parser)
+    shared.add_ratios(parser)
+    add_("--sizes", type=parse_sizes, metavar="WxH,...", help="width x height in pixels (default: the model's)")
+    add_("--batches", type=numbers, default=(1,), metavar="A,B,...", help="batch sizes (default: 1)")
+    add_(
+        "--modes",
+        type=parse_as(tuple[str, ...]),
+        default=("eager",),
+        metavar="A,B,...",
+        help="of eager, graph, compiled, compiled+graph (default: eager)",
+    )
+    add_("--steps", type=number, default=50, metavar="N", help="of the schedule (default: %(default)s)")
+    add_("--warmups", type=number, metavar="N", help="of every kind of step (default: 5 on a GPU, else 2)")
+    add_(
+        "--settle", type=parse_as(float), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)"
+    )
+    add_("--repeats", type=number, metavar="N", help="of every kind of step (default: 20 on a GPU, else 10)")
+    add_("--loops", type=number, default=0, metavar="N", help="whole schedules to run from end to end too (default: 0)")
+    add_(
+        "--rounds",
+        type=number,
+        default=1,
+        metavar="N",
+        help="times to measure all, in turning order (default: 1)",
+    )
+    shared.add_machine_options(parser)
+    shared.add_dtype(parser, "the model's usual")
+    add_("--out", type=Path, metavar="FILE", help="append JSON lines (default: print only)")
+    add_("--table", type=Path, metavar="FILE", help="print the tables of a finished run and stop (default: run)")
+    shared.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from .. import bench
+
+    if options.table:
+        records = bench.read(options.table)
+    else:
+        options.command = shared.typed_command(options.words, without="--out")
+        records = bench.run(bench.Task(**shared.given(options, bench.Task)))
+    shared.print_json(records) if options.json else print(bench.report(records))

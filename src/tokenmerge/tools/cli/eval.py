@@ -1,0 +1,66 @@
+"""`tokenmerge eval`: compare techniques over many prompts and seeds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..fields import parse_as
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="compare techniques by time and quality over many prompts and seeds",
+        description=shared.described(
+            "Draw pictures with every technique, measure and time them, and report. The plain model, none, is always "
+            "compared. Everything is kept as it is made; --resume goes on after an interruption.",
+            "`accelerate launch -m tokenmerge eval ...` splits the work over processes, with the same results. @FILE "
+            "stands for the arguments in a file, one to a line.",
+        ),
+        fromfile_prefix_chars="@",
+    )
+    parser.convert_arg_line_to_args = arguments_in
+    shared.add_model(parser, "tiny-flux")
+    shared.add_techniques(parser)
+    shared.add_ratios(parser)
+    add_options(parser, number="all", seeds="0", repeats="5", out="evaluation")
+    parser.set_defaults(run=run, seeds=(0,), repeats=5, out=Path("evaluation"))
+
+
+def arguments_in(line: str) -> list[str]:
+    """Of a file of arguments: one to a line, none in empty lines and comments."""
+    text = line.strip()
+    return [text] if text and not text.startswith("#") else []
+
+
+def add_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """What `reproduce` has too. defaults: what the help tells of options that have another default there."""
+    add_, number, told = parser.add_argument, parse_as(int), {name: f"(default: {defaults[name]})" for name in defaults}
+    shared.add_prompt_options(parser, default="flowers")
+    add_("--number", type=number, metavar="N", help=f"the first N prompts {told['number']}")
+    add_("--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"of every prompt {told['seeds']}")
+    shared.add_picture_options(parser)
+    add_("--reference", type=Path, metavar="FOLDER", help="photographs for FID and KID (default: plain pictures)")
+    add_("--batch", type=number, default=1, metavar="N", help="of timed pictures (default: 1)")
+    add_("--repeats", type=number, metavar="N", help=f"timed batches; 0 leaves time out {told['repeats']}")
+    add_("--out", type=Path, metavar="FOLDER", help=f"for all files {told['out']}")
+    add_("--resume", action="store_true", help="go on with what is in --out")
+    shared.add_machine_options(parser, threads=1)
+    shared.add_dtype(parser)
+    shared.add_compile(parser)
+    shared.add_metrics(parser)
+    shared.add_json(parser)
+
+
+def run(options: argparse.Namespace, **task: Any) -> None:
+    from ..evaluation.run import Task, evaluate
+    from ..evaluation.table import plain
+
+    given = {**shared.given(options, Task), **task}
+    given |= {"prompts": shared.prompts_of(options, limit=options.number), "sources": shared.sources_of(options)}
+    results = evaluate(Task(**given), options.out, resume=options.resume)
+    if results is not None:
+        shared.print_json(results.to_dict()) if options.json else print(plain(results))

@@ -1,0 +1,67 @@
+"""`tokenmerge plan`: what techniques would do to a model, from its config files alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..fields import check_counts, parse_as
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="show what techniques would do to a model, without its weights",
+        description=shared.described(
+            "Print which sites merge, which blocks are held, what kinds of step there are, and what that saves by the "
+            "paper's cost model. Only the model's config files are read."
+        ),
+    )
+    shared.add_model(parser, "tiny-flux", random=True)
+    shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan")
+    shared.add_size(parser)
+    parser.add_argument("--steps", type=parse_as(int), metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--sites-list", action="store_true", help="list every site by name")
+    shared.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from ... import api
+    from ...errors import TokenMergeError
+    from ...presets import RECOMMENDED
+    from ..loading import outline
+    from ..typed import read_typed
+
+    check_counts(steps=options.steps)
+    typed = [read_typed(text).configuration for text in options.techniques or (RECOMMENDED,)]
+    for each in typed:
+        if each.cache is not None:
+            raise TokenMergeError(f"{each.label!r} has a step cache, which decides while it runs; leave it out")
+    model = outline(options.model)
+    width, height = options.size or model.own_size
+    plans = [
+        api.plan(
+            model.denoiser,
+            each.techniques,
+            height=height,
+            width=width,
+            steps=options.steps or model.defaults.steps,
+            vae_scale_factor=model.scale,
+        )
+        for each in typed
+    ]
+    if options.json:
+        labels = [each.label for each in typed]
+        shared.print_json([{"label": label, **plan.to_dict()} for label, plan in zip(labels, plans, strict=True)])
+    else:
+        print("\n\n".join(_told(plan, options.sites_list) for plan in plans))
+
+
+def _told(plan: Any, listed: bool) -> str:
+    lines = [str(plan)]
+    if listed:
+        lines += ["", "Sites:", *(f"  {site.name}  [{site.group}]  {site.skipped or 'merged'}" for site in plan.sites)]
+        lines += [f"  {block.name}  [{block.group}]  held" for run_ in plan.runs for block in run_.blocks]
+    return "\n".join(lines)

@@ -1,0 +1,35 @@
+"""`tokenmerge presets`: the named techniques."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ...presets import presets
+from ..fields import write_value
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "presets",
+        help="list the techniques that have names",
+        description=shared.described("List the techniques that have names, and the fields that each sets."),
+    )
+    shared.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.json:
+        shared.print_json({name: technique.to_dict() for name, technique in presets().items()})
+        return
+    from ...planning.tables import table
+
+    rows = []
+    for name, technique in presets().items():
+        usual = type(technique)()
+        values = {field: getattr(technique, field) for field in technique.field_docs()}
+        told = [f"{field}={write_value(value)}" for field, value in values.items() if value != getattr(usual, field)]
+        rows.append([name, type(technique).__name__, ", ".join(told)])
+    print(table(["preset", "technique", "fields that it sets"], rows))

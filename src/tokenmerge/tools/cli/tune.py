@@ -1,0 +1,67 @@
+"""`tokenmerge tune`: search settings for one model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ...errors import TokenMergeError
+from ..fields import parse_as
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="search settings for a budget of drift or a wished speed-up, and write them to a file",
+        description=shared.described(
+            "Draw candidates from the settings of both techniques. Measure them by time and drift on ever more "
+            "prompts; the better half goes on. Write the one that meets the goal on held-out prompts as preset.yaml, "
+            "which apply(pipe, 'preset.yaml') reads. Everything is kept as it is made; --resume goes on after an "
+            "interruption."
+        ),
+    )
+    add_, number = parser.add_argument, parse_as(int)
+    add_(
+        "--budget",
+        metavar="NAME=N",
+        help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
+    )
+    add_(
+        "--speed-up", type=parse_as(float), metavar="N", help="wished, as in 1.5: find the least drift (default: none)"
+    )
+    add_("--metric", metavar="NAME", help="of drift: lpips, mse or dino (default: lpips)")
+    shared.add_model(parser, "tiny-flux")
+    shared.add_techniques(parser, about="to search; fields that are typed stay as they are")
+    shared.add_prompt_options(parser, default="flowers")
+    add_("--candidates", type=number, default=24, metavar="N", help="to begin with (default: %(default)s)")
+    add_("--rungs", type=number, default=3, metavar="N", help="halvings, and one (default: %(default)s)")
+    add_("--number", type=number, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
+    add_("--seed", type=number, default=0, metavar="N", help="of candidates and pictures (default: %(default)s)")
+    shared.add_picture_options(parser)
+    add_("--batch", type=number, default=1, metavar="N", help="of timed pictures (default: %(default)s)")
+    add_("--repeats", type=number, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
+    # CLIP judges a picture by its prompt, which is no drift.
+    shared.add_network_options(parser, "dino")
+    shared.add_machine_options(parser, threads=1)
+    shared.add_dtype(parser)
+    shared.add_compile(parser)
+    add_("--out", type=Path, default=Path("tuning"), metavar="FOLDER", help="for all files (default: %(default)s)")
+    add_("--resume", action="store_true", help="go on with what is in --out")
+    shared.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from ..tuning.goal import read_goal
+    from ..tuning.search import Search, tune
+
+    sources = shared.sources_of(options)
+    goal = read_goal(options.budget, options.speed_up, options.metric, sources)
+    given = {**shared.given(options, Search), "prompts": shared.prompts_of(options)}
+    search = Search(**{**given, "goal": goal, "sources": sources})
+    outcome = tune(search, options.out, resume=options.resume, command=shared.typed_command(options.words))
+    shared.print_json(outcome.to_dict()) if options.json else print(f"{outcome}\n\n{options.out / outcome.file}")
+    if (shortfall := outcome.shortfall()) is not None:
+        raise TokenMergeError(shortfall)

@@ -1,0 +1,222 @@
+"""`tokenmerge generate`: the plain picture beside pictures of the same seed with techniques, what each took and how far
+it drifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ... import api
+from ...errors import TokenMergeError
+from ...planning import told_steps
+from ...planning.tables import table
+from ...runtime.timeline import HELD, MERGED
+from ..compiling import warm_ups
+from ..fields import check_counts, check_seeds
+from ..files import finite
+from ..measure import environment
+from ..quality import compare
+from ..typed import Configuration, default_techniques, read_configurations
+from .pictures import Panel, blank, check_picture_file, difference, overlay_map, save_picture, strip, to_tensor
+from .request import slug, token_counts
+from .studio import Setup, Studio, is_calibrated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Setup):
+    """What was asked for."""
+
+    prompt: str
+    techniques: Sequence[str] | None = None  # as typed; without, those of the model's family
+    ratios: Sequence[float] | None = None
+    seed: int = 0
+    number: int = 1
+    show_destinations: bool = False
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(number=self.number)
+        check_seeds(self.seed, self.seed + self.number - 1)
+
+    @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + self.number)
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture, and how it compares with the plain one of the same seed."""
+
+    configuration: Configuration
+    seed: int
+    picture: Image.Image
+    seconds: float
+    tokens: str
+    kinds: dict[str, int]  # of its steps: full, merged, held, skipped; empty of plain pictures
+    speed_up: float = 1.0
+    drift: dict[str, float] = field(default_factory=dict)
+    overlay: Image.Image | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        cache = self.configuration.cache
+        return {
+            "label": self.configuration.label,
+            "techniques": self.configuration.techniques.to_list(),
+            "cache": cache.to_dict() if cache else None,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "speed_up": self.speed_up,
+            "tokens": self.tokens,
+            "kinds": self.kinds,
+            **self.drift,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was drawn, and where it was written."""
+
+    rows: list[list[Shot]]
+    path: Path
+    environment: dict[str, str]
+
+    def to_dict(self) -> Any:
+        shots = [shot.to_dict() for row in self.rows for shot in row]
+        return finite({"picture": str(self.path), "environment": self.environment, "shots": shots})
+
+    def __str__(self) -> str:
+        return f"{report(self.rows)}\n\n{self.path}"
+
+
+def compare_pictures(asked: Comparison) -> Result:
+    """Load a model, draw the pictures, write them side by side."""
+    path = asked.out or Path(f"{slug(asked.prompt)}-{asked.seed}.png")
+    typed = None if asked.techniques is None else read_configurations(asked.techniques, asked.ratios)
+    check_picture_file(path)
+    studio = Studio(asked)
+    configurations = typed or read_configurations(default_techniques(studio.outline.family), asked.ratios)
+    if asked.show_destinations and not any(_merges(each) for each in configurations):
+        raise TokenMergeError(
+            "--show-destinations shows what merges, and nothing merges here; add a technique that does, such as "
+            f"{studio.outline.family.merging}"
+        )
+    for configuration in configurations:
+        studio.check(configuration)
+    studio.pipe.set_progress_bar_config(desc=f"{'trial':>12}", leave=False)
+    for configuration in configurations:
+        studio.attempt(configuration, asked.prompt)
+    rows = draw_rows(studio, asked, configurations)
+    save_picture(compose(rows, asked.prompt), path)
+    return Result(rows, path, environment(studio.device))
+
+
+def draw_rows(studio: Studio, asked: Comparison, configurations: Sequence[Configuration]) -> list[list[Shot]]:
+    """For every seed a picture of each configuration, the plain one first; each is warmed up before it is timed."""
+    columns: list[list[Shot]] = []
+    if is_calibrated(configurations):
+        studio.pipe.set_progress_bar_config(desc=f"{'calibration':>12}", leave=False)
+        studio.calibrate(asked.prompt, asked.seed)
+    # Untimed runs load kernels and fill caches; what is compiled must also see every kind of step.
+    untimed = studio.request.steps if studio.way else min(2, studio.request.steps)
+    try:
+        for configuration in configurations:
+            studio.configure(configuration)
+            studio.pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
+            for _ in range(warm_ups(studio.way)):
+                studio.draw(asked.prompt, asked.seeds[:1], untimed)
+            studio.pipe.set_progress_bar_config(desc=f"{configuration.label[-40:]:>12}", leave=False)
+            columns.append([_shot(studio, asked, configuration, seed) for seed in asked.seeds])
+    finally:
+        studio.restore()
+    plain, *others = columns
+    compared = [[_compared(shot, first) for shot, first in zip(column, plain, strict=True)] for column in others]
+    return [list(row) for row in zip(plain, *compared, strict=True)]
+
+
+def _shot(studio: Studio, asked: Comparison, configuration: Configuration, seed: int) -> Shot:
+    (picture,), seconds = studio.draw(asked.prompt, (seed,))
+    overlay = _overlay(studio.pipe, picture) if asked.show_destinations else None
+    kinds = api.summary(studio.pipe).steps
+    return Shot(configuration, seed, picture, seconds, token_counts(studio.pipe), kinds, overlay=overlay)
+
+
+def _compared(shot: Shot, plain: Shot) -> Shot:
+    drift = compare(to_tensor(plain.picture), to_tensor(shot.picture))
+    return replace(shot, speed_up=plain.seconds / shot.seconds, drift=drift)
+
+
+def report(rows: Sequence[Sequence[Shot]]) -> str:
+    """The table a person reads."""
+    header = ["seed", "technique", "seconds", "speed-up", "steps", "tokens", "MSE", "PSNR", "SSIM"]
+    shots = [shot for row in rows for shot in row]
+    lines = []
+    for shot in shots:
+        drift = shot.drift
+        values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", f"{drift['ssim']:.3f}"] if drift else ["", "", ""]
+        speed = f"{shot.speed_up:.2f}x" if drift else ""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in shot.kinds.items())
+        lines.append(
+            [str(shot.seed), shot.configuration.label, f"{shot.seconds:.2f}", speed, kinds, shot.tokens, *values]
+        )
+    notes = [saves_nothing(shot.configuration.label, shot.kinds) for shot in shots]
+    if any(shot.kinds.get(MERGED) and shot.speed_up < 1 for shot in shots):
+        notes.append(
+            "Below 1.00x merging cost more than it saved. It pays with more tokens (a larger size) or more work per "
+            "launch (a larger batch, --compile)."
+        )
+    return "\n\n".join([table(header, lines), *dict.fromkeys(note for note in notes if note)])
+
+
+def saves_nothing(label: str, kinds: dict[str, int]) -> str | None:
+    """What to say where a technique was applied, and no step was merged or held. kinds: of the steps of an image."""
+    if not kinds or kinds.get(MERGED) or kinds.get(HELD):
+        return None
+    return f"{label}: {told_steps(kinds)}"
+
+
+def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
+    """One picture with everything: for each seed the pictures, and under them where they differ from the plain one."""
+    panels = []
+    for plain, *others in rows:
+        corner = blank(plain.picture)
+        line = [Panel(plain.picture, f"plain, seed {plain.seed}", f"{plain.seconds:.2f} s")]
+        for shot in others:
+            caption = f"{shot.seconds:.2f} s, {shot.speed_up:.2f}x\nPSNR {shot.drift['psnr']:.1f} dB, "
+            line.append(Panel(shot.picture, _title(shot.configuration), f"{caption}SSIM {shot.drift['ssim']:.3f}"))
+        panels.append(line)
+        if others:
+            drifts = [
+                Panel(difference(plain.picture, shot.picture), "drift", f"MSE {shot.drift['mse']:.0f}")
+                for shot in others
+            ]
+            panels.append([Panel(corner, "black: equal to plain"), *drifts])
+        if any(shot.overlay for shot in others):
+            overlays = [Panel(shot.overlay or corner, "what merged" if shot.overlay else "") for shot in others]
+            panels.append([Panel(corner, "lines lead to destinations"), *overlays])
+    return strip(panels, heading=prompt)
+
+
+def _title(configuration: Configuration) -> str:
+    """For people who do not know the presets: what is done, then by which."""
+    merge, hold = configuration.techniques
+    words = ["merged" if merge else "", "held" if hold else "", "cached" if configuration.cache else ""]
+    return f"{' and '.join(word for word in words if word)}: {configuration.label}"
+
+
+def _merges(configuration: Configuration) -> bool:
+    merge = configuration.techniques.merge
+    return merge is not None and merge.ratio > 0
+
+
+def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:
+    """What merged into what at the end, in the group with the most tokens, if there is one."""
+    group = max(api.token_maps(pipe), key=lambda group: group.grid.count, default=None)
+    if group is None:
+        return None
+    scale = max(1, round(16 * group.grid.width / picture.width))
+    return overlay_map(picture, group.grid, group.owners, group.regions, scale)

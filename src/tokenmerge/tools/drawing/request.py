@@ -1,0 +1,74 @@
+"""What to draw, and drawing it with a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+
+from ... import api
+from ...errors import TokenMergeError
+from ..fields import check_seeds
+from ..loading import CallDefaults
+from ..measure import timed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw."""
+
+    prompt: str
+    steps: int
+    width: int
+    height: int
+    guidance: float | None = None
+    defaults: CallDefaults = field(default_factory=CallDefaults)
+
+    def arguments(self, pipeline: Any) -> dict[str, Any]:
+        """The call of a pipeline, but for seeds. pipeline: the class or an object of it."""
+        guidance = {} if self.guidance is None else {self.defaults.guidance_argument: self.guidance}
+        arguments = {**self.defaults.call, **guidance}
+        unknown = sorted(set(arguments) - set(inspect.signature(pipeline.__call__).parameters))
+        if unknown:
+            kind = pipeline if isinstance(pipeline, type) else type(pipeline)
+            raise TokenMergeError(f"{kind.__name__} takes no {', '.join(unknown)}; leave out --guidance")
+        size = {"width": self.width, "height": self.height}
+        return {"prompt": self.prompt, "num_inference_steps": self.steps, **size, **arguments}
+
+
+def draw(pipe: Any, request: Request, seeds: Sequence[int]) -> tuple[list[Image.Image], float]:
+    """A batch of pictures, one for each seed, and the seconds it took."""
+    check_seeds(*seeds)
+    arguments = request.arguments(pipe)
+    device = torch.device(pipe._execution_device)
+    # On the CPU, so that a seed means the same noise on every machine.
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    arguments |= {"generator": generators, "num_images_per_prompt": len(seeds)}
+    try:
+        result, seconds = timed(lambda: pipe(**arguments), device)
+    except TokenMergeError:
+        raise
+    except ValueError as error:
+        # The pipeline's own checks of its arguments: a size it cannot do, say.
+        raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise TokenMergeError(
+            f"{device} has too little memory for {len(seeds)} x {request.width}x{request.height}; use a smaller --size"
+        ) from error
+    return result.images, seconds
+
+
+def token_counts(pipe: Any) -> str:
+    """Tokens before and after merging, of every group that merged in the last image."""
+    counts = dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups)
+    return ", ".join(count for count in counts if "->" in count)
+
+
+def slug(prompt: str) -> str:
+    """A prompt as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"

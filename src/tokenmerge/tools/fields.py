@@ -1,0 +1,127 @@
+"""Values as people type them: numbers, lists, sizes, and fields after a colon."""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from ..config import LARGEST_SEED
+from ..errors import TokenMergeError
+
+# In words, with an example: of one value, and of a list.
+_NUMBERS = {
+    int: ("a whole number, as in 3", "a list of whole numbers, as in 0,1,2"),
+    float: ("a number, as in 0.5", "a list of numbers, as in 0.25,0.5"),
+}
+
+
+class Unreadable(ArgumentTypeError, ValueError):
+    """A text that is not of its type. argparse shows its message; of other errors it shows the name of a function."""
+
+
+def parse_as(hint: Any) -> Callable[[str], Any]:
+    """A parser for values of a type: `int`, `float`, `str`, `bool`, tuples of them, separated by commas, and unions."""
+    choices = list(get_args(hint)) if get_origin(hint) in (UnionType, Union) else [hint]
+    if NoneType in choices:
+        choices.remove(NoneType)
+        parse = parse_as(Union[tuple(choices)])  # noqa: UP007
+        return lambda text: None if text == "none" else parse(text)
+    if get_origin(choices[0]) is tuple:
+        return _tuple_parser(*get_args(choices[0]))
+    if choices == [int, float]:
+        return lambda text: _number(text, int if re.fullmatch(r"[-+]?\d+", text.strip()) else float)
+    if choices[0] is bool:
+        return _truth
+    return (lambda text: _number(text, choices[0])) if choices[0] in _NUMBERS else choices[0]
+
+
+def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]]:
+    """What a text begins with, and the fields after its colon as they were typed. What has no = belongs to the field
+    before it. kind, example: for errors."""
+    match = re.fullmatch(r"(.+?)\s*(?::\s*(\w+=.*))?", text.strip())
+    if not match:
+        raise TokenMergeError(f"a {kind} is empty; write it as in {example}")
+    head, rest = match.groups()
+    found: dict[str, str] = {}
+    name = ""
+    for part in rest.split(",") if rest else ():
+        if "=" not in part:
+            found[name] += f",{part.strip()}"
+            continue
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in found:
+            raise TokenMergeError(f"{kind} {text!r} gives {name} twice; give it once")
+        found[name] = value
+    return head, found
+
+
+def write_value(value: Any) -> str:
+    """A value as `parse_as` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(write_value, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height, written as in 512x384."""
+    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    if not match:
+        raise Unreadable(f"{text!r} is not a size; write width x height in pixels, as in 512x384")
+    return int(match[1]), int(match[2])
+
+
+def parse_sizes(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple(map(parse_size, text.split(",")))
+
+
+def check_counts(least: int = 1, **counts: int | None) -> None:
+    """Refuse options that are numbers and too small; None was not given."""
+    for name, count in counts.items():
+        if count is not None and count < least:
+            raise TokenMergeError(f"--{name} is {count}; it must be {least} or more")
+
+
+def check_finite(**numbers: float | None) -> None:
+    """Refuse options that are infinite or no number; None was not given."""
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            raise TokenMergeError(f"--{name} is {number}; it must be a finite number")
+
+
+def check_seeds(*seeds: int) -> None:
+    """Refuse what a generator does not take."""
+    for seed in seeds:
+        if not 0 <= seed <= LARGEST_SEED:
+            raise TokenMergeError(f"seed {seed} is out of range; seeds are from 0 to {LARGEST_SEED}")
+
+
+def _tuple_parser(item: Any, *others: Any) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            parts = tuple(item(part.strip()) for part in text.split(","))
+        except ValueError as error:
+            raise Unreadable(f"{text!r} is not {_NUMBERS[item][1]}") from error
+        if others != (...,) and len(parts) != 1 + len(others):
+            raise Unreadable(f"{text!r} has {len(parts)}, and {1 + len(others)} values are needed")
+        return parts
+
+    return parse
+
+
+def _number(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise Unreadable(f"{text!r} is not {_NUMBERS[kind][0]}") from error
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise Unreadable(f"{text!r} is not understood; write true or false")
+    return text == "true"
