@@ -1,110 +1,177 @@
-"""Imports point one way, and importing the package is cheap."""
+"""Imports point down, importing the package is cheap, and nothing but the public surface lies at its root."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "tokenmerge"
+import tokenmerge
 
-# From the top down: a module imports only from lines below its own.
+PACKAGE = Path(tokenmerge.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What stands at the root, from the top down: a part imports only from lines below its own, so that parts of one line
+# do not know each other.
 LAYERS = [
     ["__main__"],
-    ["cli"],
+    ["tools"],
     ["__init__"],
-    ["tuning"],
-    ["evaluation"],
-    ["generate", "bench"],
     ["api"],
-    ["compiling"],
-    ["graphs"],
-    ["planning"],
-    ["adapters"],
-    ["hooks"],
-    ["sites"],
-    ["state"],
-    ["anchors"],
-    ["groups"],
-    ["slots", "watch", "tables", "pictures", "gaps", "calls", "clock", "noise"],
-    ["methods"],
-    ["mergemap", "clustermap"],
-    ["ops"],
-    ["grid"],
-    ["quality", "measure"],
-    ["files", "options", "catalog"],
+    ["planning", "compiling"],
+    ["merging", "holding"],
+    ["runtime"],
+    ["families"],
+    ["presets"],
     ["config"],
+    ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# The engine knows what a family's table can say, and no table.
+ENGINE = ("merging", "holding", "runtime", "planning")
+TOLD_BY_FAMILIES = ("families.base", "families.calls")
 # Where heavy or optional packages may be imported at all.
 ALLOWED = {
-    "diffusers": {"adapters"},
-    "accelerate": {"evaluation"},
-    "huggingface_hub": {"adapters", "quality"},
-    "matplotlib": {"evaluation"},
-    "onnxruntime": {"quality"},
-    "transformers": {"adapters", "quality"},
-    "triton": {"ops"},
+    "diffusers": ("families", "tools.loading", "tools.caches"),
+    "accelerate": ("tools.evaluation",),
+    "huggingface_hub": ("tools.loading", "tools.quality"),
+    "matplotlib": ("tools.evaluation", "tools.paper"),
+    "numpy": ("tools",),
+    "onnxruntime": ("tools.quality",),
+    "PIL": ("tools",),
+    "tokenmerge_models": ("tools.loading",),
+    "transformers": ("tools.loading", "tools.quality"),
+    "triton": ("merging.ops.kernels",),
+    "yaml": ("presets", "tools.tuning"),
 }
 
 
-def layer(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    """Its name below the package; a folder's is that of its `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imported(path: Path) -> list[tuple[str, bool]]:
-    """Layers and packages a file imports, each with whether it is one of ours."""
-    parents = path.relative_to(PACKAGE).parts[:-1]
-    found: list[tuple[str, bool]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imported(path: Path) -> tuple[set[str], set[str]]:
+    """Modules of the package that a file imports, anywhere in it, and the packages of others."""
+    here = path.relative_to(PACKAGE).parts[:-1]
+    ours, others = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found += [(name.name.split(".")[0], False) for name in node.names]
+            others |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.append(((node.module or "").split(".")[0], False))
+            others.add((node.module or "").split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            base = parents[: len(parents) - node.level + 1]
-            inner = [*base, *((node.module or "").split(".") if node.module else [])]
-            names = [inner[0]] if inner else [name.name if name.name in RANK else "__init__" for name in node.names]
-            found += [(name, True) for name in names]
-    return found
+            base = ".".join([*here[: len(here) - node.level + 1], *filter(None, [node.module])])
+            for name in node.names:
+                inner = f"{base}.{name.name}" if base else name.name
+                ours.add(inner if inner in MODULES else base or "__init__")
+    return ours, others
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def within(module: str, parts: tuple[str, ...]) -> bool:
+    return any(module == part or module.startswith(f"{part}.") for part in parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_only_point_down(path: Path) -> None:
-    own = layer(path)
-    for name, ours in imported(path):
-        if ours and name != own:
-            assert RANK[name] > RANK[own], f"{own} imports {name}, which is not below it"
-        if not ours and name in ALLOWED:
-            assert own in ALLOWED[name], f"{own} imports {name}"
+    module = module_of(path)
+    own = module.split(".")[0]
+    ours, others = imported(path)
+    assert "tokenmerge" not in others, "write it as a relative import, which this test sees"
+    for name in ours:
+        assert name in MODULES, f"there is no module {name}"
+        part = name.split(".")[0]
+        if part != own:
+            assert RANK[part] > RANK[own], f"{module} imports {name}, which is not below it"
+        if own in ENGINE and part == "families":
+            assert name in TOLD_BY_FAMILIES, f"{module} imports {name}: the engine knows no table"
+    for name in others & ALLOWED.keys():
+        assert within(module, ALLOWED[name]), f"{module} imports {name}"
 
 
-def test_the_check_sees_an_upward_arrow(tmp_path: Path) -> None:
-    """The parser above must find relative imports of every form, or the law would hold by blindness."""
-    assert ("config", True) in imported(PACKAGE / "grid.py")
-    assert ("config", True) in imported(PACKAGE / "methods" / "toma.py")
-    assert ("diffusers", False) in imported(PACKAGE / "adapters" / "flux.py")
-    assert ("api", True) in imported(PACKAGE / "cli.py")
+def test_no_module_leads_back_to_itself() -> None:
+    """Also inside of a part, and where imports wait for a function to run."""
+    # Raises where there is a circle.
+    TopologicalSorter({module: imported(path)[0] for module, path in MODULES.items()}).prepare()
+
+
+def test_the_check_sees_imports_of_every_form() -> None:
+    """Or the laws above would hold by blindness."""
+    assert {"config", "errors", "families.calls"} <= imported(PACKAGE / "merging" / "grid.py")[0]
+    assert "merging.grid" in imported(PACKAGE / "merging" / "methods" / "toma.py")[0]
+    assert "merging.ops.reference" in imported(PACKAGE / "merging" / "ops" / "kernels" / "rotary.py")[0]
+    assert {"families.flux", "families.base"} <= imported(PACKAGE / "families" / "__init__.py")[0]
+    assert "diffusers" in imported(PACKAGE / "families" / "flux.py")[1]
+    assert "__init__" in imported(PACKAGE / "tools" / "cli" / "main.py")[0]
+
+
+def test_nothing_but_the_public_surface_lies_at_the_root() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        *("__init__", "__main__", "api", "config", "errors", "presets"),
+    }
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {"compiling", "families", "holding", "merging", "planning", "runtime", "tools"}
+    assert {*RANK} == folders | {path.stem for path in PACKAGE.glob("*.py")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_every_file_says_what_lives_there(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = text.split("\n\n")[0]
+    assert first.endswith((".", ":")), "no sentence"
+    assert path.name != "__init__.py" or len(first.split()) >= 5
+
+
+def test_every_folder_is_a_package() -> None:
+    folders = {path.parent for path in FILES}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, tokenmerge; "
-        "heavy = {'torch', 'diffusers', 'transformers', 'triton', 'accelerate', 'matplotlib', 'onnxruntime', 'yaml'}; "
-        "print(sorted(heavy & set(sys.modules)))"
+    heavy = {"torch", *ALLOWED}
+    assert run(f"import sys, tokenmerge; print(sorted({heavy!r} & sys.modules.keys()))") == "[]"
+
+
+# Kernels are of Triton, and tables of diffusers' models.
+CORE = sorted(
+    f"tokenmerge.{module}"
+    for module in MODULES
+    if not within(module, ("__init__", "__main__", "tools", "merging.ops.kernels"))
+    and module not in ("families.flux", "families.sd3", "families.unet")
+)
+
+
+def test_the_core_imports_without_diffusers() -> None:
+    told = run(
+        "import importlib, sys\n"
+        "for name in ('diffusers', 'transformers', 'accelerate', 'numpy', 'PIL', 'triton'): sys.modules[name] = None\n"
+        f"for name in {CORE!r}: importlib.import_module(name)\n"
+        "import tokenmerge, torch\n"
+        "assert tokenmerge.presets()['toma'].ratio == 0.5\n"
+        "try: tokenmerge.apply(torch.nn.Linear(2, 2))\n"
+        "except tokenmerge.TokenMergeError as error: print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert told == "models need diffusers: pip install tokenmerge[diffusers]"
 
 
 def test_every_public_name_is_there() -> None:
-    import tokenmerge
-
+    assert tokenmerge.__all__ == sorted(tokenmerge.__all__)
     for name in tokenmerge.__all__:
-        assert getattr(tokenmerge, name) is not None
-    assert dir(tokenmerge) == sorted(tokenmerge.__all__)
+        assert getattr(tokenmerge, name).__doc__
+    assert dir(tokenmerge) == tokenmerge.__all__
     with pytest.raises(AttributeError):
         tokenmerge.nothing  # noqa: B018
