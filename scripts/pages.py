@@ -18,6 +18,7 @@ from tokenmerge.config import Hold, Merge
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import RECOMMENDED, presets
 from tokenmerge.tools.cli.main import parser
+from tokenmerge.tools.cli.options import EXAMPLES
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = "<!-- Written by scripts/pages.py from the code. Change the code, then run `make docs`. -->"
@@ -92,6 +93,7 @@ def _presets() -> str:
 def command_line_page() -> str:
     """Every command with its options."""
     listed = markdown(["command", ""], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())])
+    typed = markdown(["typed", "meaning"], [[f"`{text}`", _text(meaning)] for text, meaning in EXAMPLES.items()])
     pages = "\n\n".join(_command(name, command) for name, command in _commands(parser()))
     return f"""{MADE}
 
@@ -100,11 +102,16 @@ def command_line_page() -> str:
 `pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[eval]"` what all commands need.
 `tokenmerge COMMAND --help` prints what this page says.
 
-A technique is typed as `PRESET:FIELD=VALUE,...`, and ` + ` joins two:
-`"toma-tile:ratio=0.5 + hold:every=3"`. A step cache of diffusers may come last: `"none + mag"`.
 Sizes are width x height in pixels: `1024x768`.
 
 {listed}
+
+## Techniques as typed
+
+All commands take techniques in one form: a preset or a file, then fields after a colon. ` + ` joins Merge, Hold and a
+step cache of diffusers. [Options](options.md) lists presets and fields.
+
+{typed}
 
 {pages}
 """
@@ -123,27 +130,21 @@ def _about(command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
-    tables = []
-    for group in command._action_groups:
-        actions = [each for each in group._group_actions if not isinstance(each, argparse._HelpAction)]
-        if not actions:
-            continue
-        rows = [[_option(each), _help(each, command)] for each in actions]
-        ours = group.title not in ("positional arguments", "options", None)
-        tables.append((f"{_sentence(str(group.title))}\n\n" if ours else "") + markdown(["option", "meaning"], rows))
-    return "\n\n".join([f"## {name}", *([_text(command.description)] if command.description else []), *tables])
+    actions = [each for each in command._actions if not isinstance(each, argparse._HelpAction)]
+    # What has no dashes is typed first.
+    actions.sort(key=lambda action: bool(action.option_strings))
+    rows = [[_option(each), _help(each, command)] for each in actions]
+    described = [_text(part) for part in (command.description or "").split("\n\n") if part]
+    return "\n\n".join([f"## {name}", *described, markdown(["option", "meaning"], rows)])
 
 
 def _option(action: argparse.Action) -> str:
-    metavar = action.metavar if isinstance(action.metavar, str) else None
-    if action.choices and metavar is None:
-        metavar = "|".join(map(str, action.choices))
-    if not action.option_strings:
-        return f"`{metavar or action.dest.upper()}`"
-    if action.nargs == 0:
-        return f"`{action.option_strings[-1]}`"
-    shown = metavar or action.dest.upper().replace("_", "-")
-    return f"`{action.option_strings[-1]} {f'[{shown}]' if action.nargs == '?' else shown}`".replace("|", "\\|")
+    values = action.metavar if isinstance(action.metavar, str) else action.dest.upper().replace("_", "-")
+    if action.choices and action.metavar is None:
+        values = "|".join(map(str, action.choices))
+    shown = {0: "", "?": f"[{values}]", "+": f"{values} ..."}.get(action.nargs, values)
+    typed = " ".join([*action.option_strings[-1:], *([shown] if shown else [])])
+    return f"`{typed}`".replace("|", "\\|")
 
 
 def _help(action: argparse.Action, command: argparse.ArgumentParser) -> str:
@@ -152,9 +153,11 @@ def _help(action: argparse.Action, command: argparse.ArgumentParser) -> str:
 
 
 def _text(words: str) -> str:
-    """Help as Markdown: options as code, and nothing taken for markup."""
-    escaped = re.sub(r"([*<_])", r"\\\1", " ".join(words.split()))
-    return CODE.sub(r"`\1`", escaped)
+    """Help as Markdown: options as code, and nothing else taken for markup."""
+    parts = " ".join(words.split()).split("`")
+    for place in range(0, len(parts), 2):
+        parts[place] = CODE.sub(r"`\1`", re.sub(r"([*<_])", r"\\\1", parts[place]))
+    return "`".join(parts).replace("as typed below", "[as typed](#techniques-as-typed)")
 
 
 def _sentence(words: str) -> str:

@@ -29,7 +29,8 @@ TELL_OF_GONE = ("log.md", "upgrading.md")
 
 
 def blocks(path: Path, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [text for named, text in found if named == language]
 
 
 def tokenizer() -> CLIPTokenizer:
