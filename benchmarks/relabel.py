@@ -132,7 +132,7 @@ def command_of(ran: str) -> str:
     if not any(merging):
         options.pop("--ratios", None)
     told = [f"{name} {' '.join(typed) if name == '--presets' else value}" for name, value in options.items()]
-    return " ".join([*words[:2], *told]).replace("--presets", "--configs")
+    return " ".join([*words[:2], *told]).replace("--presets", "--techniques")
 
 
 def _label_of_held(label: str, hold: Hold) -> str:

@@ -179,18 +179,18 @@ def test_steps_have_the_timeline_s_names() -> None:
     [
         (
             "sdxl-random --batches 2 --presets unet,toma-tile --ratios 0.5",
-            "sdxl-random --batches 2 --configs unet toma-tile --ratios 0.5",
+            "sdxl-random --batches 2 --techniques unet toma-tile --ratios 0.5",
         ),
         (
             "flux-random --presets dit --skip-first 5 --ratios 0.5",
-            "flux-random --configs dit:skip_first=5 --ratios 0.5",
+            "flux-random --techniques dit:skip_first=5 --ratios 0.5",
         ),
         (
             "sdxl-random --presets unet-hold,hold,unet-anchored --ratios 0.75",
-            "sdxl-random --configs hold hold:what=blocks",
+            "sdxl-random --techniques hold hold:what=blocks",
         ),
-        ("flux-random --presets hold,dit-anchored --ratios 0.75", "flux-random --configs hold"),
-        ("sd35-random --presets default --modes eager", "sd35-random --configs hold --modes eager"),
+        ("flux-random --presets hold,dit-anchored --ratios 0.75", "flux-random --techniques hold"),
+        ("sd35-random --presets default --modes eager", "sd35-random --techniques hold --modes eager"),
     ],
 )
 def test_a_command_measures_the_same_today(ran: str, today: str) -> None:

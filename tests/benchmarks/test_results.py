@@ -1,0 +1,121 @@
+"""What is shown is what was measured: tables and plots are made from the result files, and every row says what it is
+of in a form that the commands read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenmerge.config import Techniques
+from tokenmerge.presets import from_data
+from tokenmerge.tools.cli.main import parser
+from tokenmerge.tools.paper.studies import STUDIES
+from tokenmerge.tools.typed import read_configurations, read_typed
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+FILES = sorted(RESULTS.rglob("*.jsonl"))
+BOUND = "lower-bound of "
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+OF_TECHNIQUES = [path for path in FILES if "techniques" in read(path)[0]]
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(RESULTS))
+
+
+def names_of_studies() -> dict[str, Techniques]:
+    """Techniques that the paper's studies have under names of their own."""
+    typed = [read_typed(text) for study in STUDIES for text in study.configurations]
+    return {each.name: each.configuration.techniques for each in typed if each.name}
+
+
+def test_there_are_results() -> None:
+    assert len(FILES) > 30
+    assert len(OF_TECHNIQUES) > 20
+    assert not [named(path) for path in FILES if "config" in read(path)[0]]
+
+
+@pytest.mark.parametrize("path", OF_TECHNIQUES, ids=named)
+def test_labels_and_techniques_say_the_same(path: Path) -> None:
+    own_names = names_of_studies() if path.parent.name == "reproduction" else {}
+    for row in read(path):
+        label = row["label"].removeprefix(BOUND)
+        if label in own_names:
+            meant, cache = own_names[label], None
+        else:
+            meant, cache = read_typed(label).configuration.what
+        if row["label"].startswith(BOUND):
+            assert meant.merge is not None
+            meant = Techniques.of(meant.merge.replace(method="lower-bound"))
+        assert row["techniques"] == meant.to_list(), row["label"]
+        assert not row["techniques"] or from_data(row["techniques"]) == meant
+        # Benchmarks have no caches.
+        assert row.get("cache") == (cache.to_dict() if cache else None), row["label"]
+
+
+@pytest.mark.parametrize("path", OF_TECHNIQUES, ids=named)
+def test_steps_are_of_the_kinds_that_a_technique_has(path: Path) -> None:
+    for row in read(path):
+        told = row.get("kinds", row.get("steps_by_phase"))
+        if not told:
+            continue
+        kinds = {phase.removeprefix("first ").split(",")[0] for phase in told}
+        there = {each["technique"] for each in row["techniques"]}
+        assert ("merged" in kinds) == ("merge" in there), row["label"]
+        assert ("held" in kinds) == ("hold" in there), row["label"]
+        assert kinds <= {"full", "merged", "held", "skipped"}
+        assert sum(told.values()) == row["steps"]
+
+
+@pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
+    """The files that `tokenmerge eval @FILE` is to be run with."""
+    options = parser().parse_args(["eval", f"@{BENCHMARKS / 'fronts' / f'{model}.args'}"])
+    assert (options.model, options.batch) == (model, 16)
+    asked = read_configurations(options.techniques)
+    assert len(asked) == len(options.techniques) + 1
+    labels = {each.label for each in asked}
+    assert {"toma:ratio=0.5", f"{preset}:ratio=0.5", "hold:every=3", f"{preset}:ratio=0.5 + hold:every=3"} <= labels
+    # Whatever was measured can be measured again.
+    for path in (RESULTS / "fronts").glob(f"{model}-*.jsonl"):
+        assert {row["label"] for row in read(path)} <= labels
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(BENCHMARKS / script), *arguments], capture_output=True, text=True)
+
+
+def test_tables_are_those_of_the_result_files() -> None:
+    result = run("tables.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_result_file_is_told_of() -> None:
+    documents = "\n".join(
+        path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    )
+    # The paper's own figures stand in tables of what was measured here.
+    expected = {named(path) for path in FILES} - {"reproduction/paper.jsonl"}
+    assert [name for name in sorted(expected) if name not in documents] == []
+
+
+@pytest.mark.parametrize(("script", "folder"), [("figure5.py", "reproduction"), ("fronts.py", "fronts")])
+def test_plots_can_be_drawn_anew(script: str, folder: str, tmp_path: Path) -> None:
+    result = run(script, "--to", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert len(drawn) >= 2
+    assert drawn <= {path.name for path in (ROOT / "docs" / folder).iterdir()}
+    assert all(path.stat().st_size < 120_000 for path in tmp_path.iterdir())
