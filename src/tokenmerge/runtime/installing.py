@@ -8,7 +8,6 @@ function: as bound methods, the sites of all blocks of a class share one graph.
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 import weakref
@@ -19,13 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import TokenMergeError
+
 # Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for each thing that its
 # step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
 # tiles that fit and that do not, for batches of one and of more, and for blocks that are given other strides.
 _GRAPHS = 64
 
 
-class Site(ABC):
+class Uncopied:
+    """Part of what is applied to a model. In a copy of the model it would still lead to the original."""
+
+    def __reduce__(self) -> Any:
+        raise TokenMergeError("a model cannot be copied or pickled while a technique is applied; call remove first")
+
+
+class Site(Uncopied, ABC):
     """Stands in for the forward of a module. Several may stand on one module, each inside of the next."""
 
     level: int = 0  # of a UNet; levels do not share compiled code
@@ -45,6 +53,12 @@ class Site(ABC):
             return self._inner(*args, **kwargs)
         # A strong reference would keep a deleted model's weights until the garbage collector comes.
         return self._function(self._module(), *args, **kwargs)
+
+    def twin(self) -> Site:
+        """The same site, to stand elsewhere."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
 
     def stand_on(self, module: nn.Module, inner: Callable[..., Any] | None) -> types.MethodType:
         """Take the place of a module's forward, or of `inner`; returns what to call instead."""
@@ -83,16 +97,18 @@ class Placement:
         if replaced or not (self._places() or self._is_wrapped()):
             self.undo()
             # A wrapper that does not tell what it wraps may still lead to the old sites, which would then act twice.
-            lost, self.sites = self.sites, [copy.copy(site) for site in self.sites]
+            lost, self.sites = self.sites, [site.twin() for site in self.sites]
             for site in lost:
                 site.retired = True
             self._place()
 
     @property
     def is_shared(self) -> bool:
-        """Whether others see what enters or leaves, and may change it."""
-        hooks = self._module._forward_hooks or self._module._forward_pre_hooks
-        return bool(hooks) or vars(self._module).get("forward") is not self._forward
+        """Whether others see what enters or leaves, and may change it; not those that have undone the place, which is
+        taken again."""
+        if self._module._forward_hooks or self._module._forward_pre_hooks:
+            return True
+        return vars(self._module).get("forward") is not self._forward and self._is_wrapped()
 
     def _is_wrapped(self) -> bool:
         """Whether a forward of somebody else's still leads here."""

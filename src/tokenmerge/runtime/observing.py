@@ -11,14 +11,14 @@ from torch import nn
 from ..errors import TokenMergeError
 from ..families.base import Family
 from .foreign import runs_as_made
-from .installing import Installation
+from .installing import Installation, Uncopied
 from .state import State
 from .timeline import HELD
 
 Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
-class Observer:
+class Observer(Uncopied):
     """Stands before and after every call. It must not refer to the denoiser, which refers to it."""
 
     def __init__(

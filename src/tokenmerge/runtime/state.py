@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from ..errors import TokenMergeError
 from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS
+from .installing import Uncopied
 from .scheduler import Follower
 from .timeline import FULL, HELD, MERGED, Step, Timeline
 
@@ -69,7 +69,7 @@ class Holding(Protocol):
     def still_owns(self, owners: list[Any]) -> bool: ...
 
 
-class State:
+class State(Uncopied):
     """Everything one `apply` remembers. Techniques know nothing of each other; the state tells each what to do."""
 
     def __init__(
@@ -86,9 +86,6 @@ class State:
         self._begun = -1  # the last image whose first call could be entered
         self._anyway: int | None = None
         self._kinds: dict[int, str] = {}  # what each call of a step last kept: its kind
-
-    def __reduce__(self) -> Any:
-        raise TokenMergeError("a model cannot be copied or pickled while a technique is applied; call remove first")
 
     def enter(self, call: DenoiserCall) -> None:
         """At the start of a denoiser call: learn the step, decide its kind, and tell the techniques."""
