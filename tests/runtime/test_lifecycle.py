@@ -1,4 +1,4 @@
-"""Merging comes and goes without a trace, in every order with offload and LoRA, and among other changes to a model."""
+"""Techniques come and go without a trace, in every order with offload and LoRA, and among other changes to a model."""
 
 from __future__ import annotations
 
@@ -28,15 +28,27 @@ from torch import Tensor, nn
 
 import tiny
 import tokenmerge
-from tokenmerge import TokenMergeError
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.families import family_of
 from traces import attributes, same
 
-OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
-FORMS = [("sdxl", "component"), ("sdxl", "block"), ("sd3", "component"), ("flux", "component"), ("flux", "span")]
+COMPONENTS = Merge(sites="component")
+# Of two steps one is held.
+BLOCKS, STAGES = Hold(what="blocks", start=0.0), Hold(what="stages", start=0.0)
+FORMS: dict[str, tuple[str, list[Any]]] = {
+    "sdxl-components": ("sdxl", [COMPONENTS]),
+    "sdxl-merged": ("sdxl", [Merge()]),
+    "sdxl-held": ("sdxl", [BLOCKS]),
+    "sdxl-both": ("sdxl", [Merge(), STAGES]),
+    "sd3-components": ("sd3", [COMPONENTS]),
+    "sd3-both": ("sd3", [Merge(), BLOCKS]),
+    "flux-components": ("flux", [COMPONENTS]),
+    "flux-both": ("flux", [COMPONENTS, BLOCKS]),
+}
 
 
-def apply(pipe: Any, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+def apply(pipe: Any, **fields: Any) -> Any:
+    return tokenmerge.apply(pipe, Merge(**fields))
 
 
 def live_tensors() -> int:
@@ -47,60 +59,101 @@ def live_tensors() -> int:
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
 def test_200_cycles_leave_nothing_behind(kind: str) -> None:
     pipe = tiny.build(kind)
-    unpatched = tiny.draw(pipe)
-    forms = itertools.cycle(itertools.product(("component", "block"), (0.5, 0.0)))
-    apply(pipe)
+    plain = tiny.draw(pipe)
+    ways = [[Merge()], [COMPONENTS], [Merge(ratio=0.0)], [Hold(start=0.0)], [Merge(), BLOCKS]]
+    tokenmerge.apply(pipe, ways[-1])
     tiny.draw(pipe)
     tokenmerge.remove(pipe)
     before, tensors = attributes(pipe), live_tensors()
     states = []
     for cycle in range(200):
-        sites, ratio = next(forms)
-        apply(pipe, sites=sites, ratio=ratio)
+        tokenmerge.apply(pipe, ways[cycle % len(ways)])
         states.append(weakref.ref(vars(tiny.denoiser_of(pipe))["_tokenmerge"].state))
-        if cycle % 20 == 0:
-            tiny.draw(pipe, steps=1)
+        draws = cycle % 21 == 0
+        if draws:
+            tiny.draw(pipe)
         tokenmerge.remove(pipe)
-        if cycle % 20 == 0:
-            assert torch.equal(tiny.draw(pipe), unpatched)
-    after = attributes(pipe)
-    names = {name for name in before if name != "scheduler"}
-    assert all(same(before[name], after[name]) for name in names)
-    # Every image gives the scheduler timesteps of its own.
-    assert list(before["scheduler"]) == list(after["scheduler"])
-    del before, after
+        if draws:
+            assert torch.equal(tiny.draw(pipe), plain)
+    check_unchanged(before, attributes(pipe))
+    del before
     gc.collect()
     assert not any(state() is not None for state in states)
     assert live_tensors() == tensors
 
 
-@pytest.mark.parametrize(("kind", "sites"), FORMS)
-def test_remove_restores_every_attribute(kind: str, sites: str) -> None:
+def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Every image gives the scheduler timesteps of its own; nothing else may differ."""
+    assert list(before["scheduler"]) == list(after["scheduler"])
+    assert {name for name in before if name != "scheduler" and not same(before[name], after[name])} == set()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_remove_restores_every_attribute(form: str) -> None:
+    kind, techniques = FORMS[form]
     pipe = tiny.build(kind)
-    tiny.draw(pipe)
+    plain = tiny.draw(pipe)
     before = attributes(pipe)
-    apply(pipe, sites=sites)
+    tokenmerge.apply(pipe, techniques)
     assert not same(before, attributes(pipe))
     tokenmerge.remove(pipe)
     assert same(before, attributes(pipe))
+    tokenmerge.apply(pipe, techniques)
+    for size in ((64, 64), (72, 104), (64, 64)):
+        tiny.draw(pipe, size=size)
+    tokenmerge.remove(pipe)
+    check_unchanged(before, attributes(pipe))
+    assert torch.equal(tiny.draw(pipe), plain)
 
 
-def test_a_model_with_merging_is_freed_with_its_pipeline() -> None:
-    pipe = apply(tiny.build("flux"))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_freed_with_its_pipeline(form: str) -> None:
+    """At once, without the cyclic collector: on a GPU its weights would stay until that comes. A Flux pipeline that has
+    drawn is kept by the registry of hooks that diffusers leaves on its transformer, with or without a technique."""
+    kind, techniques = FORMS[form]
+    pipe = tokenmerge.apply(tiny.build(kind), techniques)
+    if kind == "flux":
+        denoiser = pipe.transformer
+        with torch.no_grad():
+            denoiser(**family_of(denoiser).example(denoiser, 1, 16, 16))
+        del denoiser
+    else:
+        tiny.draw(pipe, steps=3)
+    block = next(each for each in tiny.denoiser_of(pipe).modules() if type(each).__name__.endswith("TransformerBlock"))
+    record = vars(tiny.denoiser_of(pipe))["_tokenmerge"]
+    parts = [pipe, tiny.denoiser_of(pipe), block, record.state]
+    seen = [weakref.ref(each) for each in parts]
+    del block, record, parts
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert [part() for part in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
+def test_a_flux_pipeline_that_has_drawn_is_freed_by_the_collector() -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold()])
     tiny.draw(pipe)
-    parts = [weakref.ref(pipe), weakref.ref(pipe.transformer), weakref.ref(pipe.scheduler)]
+    parts = [weakref.ref(each) for each in (pipe, pipe.transformer, pipe.scheduler)]
     del pipe
     gc.collect()
     assert [part() for part in parts] == [None, None, None]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_merged_model_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
-    pipe = apply(tiny.build("flux"))
-    with pytest.raises(TokenMergeError, match="remove first"):
-        copied(pipe.transformer)
+def test_a_model_with_techniques_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold()])
+    for module in (pipe.transformer, pipe.transformer.transformer_blocks[0]):
+        with pytest.raises(TokenMergeError, match="remove first"):
+            copied(module)
     tokenmerge.remove(pipe)
     copied(pipe.transformer)
+
+
+# Of the images that tell whether an order is right.
+STEPS = 2
 
 
 # Orders. Each change to a pipeline has a way to make it and a way to undo it.
@@ -187,35 +240,34 @@ def change(pipe: Any, kind: str, offload: str, step: str, folder: Path) -> None:
 
 
 @functools.cache
-def hooks_without_merging(kind: str, offload: str, steps: tuple[str, ...], folder: Path) -> dict[str, Any]:
+def hooks_without_techniques(kind: str, offload: str, steps: tuple[str, ...], folder: Path) -> dict[str, Any]:
     pipe = build(kind)
     for step in steps:
         change(pipe, kind, offload, step, folder)
     return others_hooks(pipe)
 
 
-def travel(
-    kind: str, sites: str, offload: str, journey: tuple[str, ...], folder: Path, images: dict[Any, Tensor]
-) -> None:
+def travel(form: str, offload: str, journey: tuple[str, ...], folder: Path, images: dict[Any, Tensor]) -> None:
     """Make the changes of a journey, then undo them in every order. After each the image must be right, and without
-    merging the hooks of others as if it had never been there."""
+    techniques the hooks of others as if they had never been there."""
+    kind, techniques = FORMS[form]
     for back in itertools.permutations(journey):
         pipe = build(kind)
         done: list[str] = []
         for step in (*journey, *(f"undo {each}" for each in back)):
             if step == "apply":
-                apply(pipe, sites=sites)
+                tokenmerge.apply(pipe, techniques)
             elif step == "undo apply":
                 tokenmerge.remove(pipe)
             else:
                 change(pipe, kind, offload, step, folder)
             done.append(step)
             present = {each for each in done if f"undo {each}" not in done}
-            image = tiny.draw(pipe, steps=1)
+            image = tiny.draw(pipe, steps=STEPS)
             assert torch.equal(image, images["lora" in present, "apply" in present]), done
             if "apply" not in present:
                 without = tuple(each for each in done if "apply" not in each)
-                assert others_hooks(pipe) == hooks_without_merging(kind, offload, without, folder), done
+                assert others_hooks(pipe) == hooks_without_techniques(kind, offload, without, folder), done
 
 
 @pytest.fixture(scope="module")
@@ -223,54 +275,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("offloaded")
 
 
-@pytest.fixture(scope="module")
-def images() -> dict[Any, dict[Any, Tensor]]:
-    """By form, then by whether there is a LoRA and whether there is merging."""
-    found: dict[Any, dict[Any, Tensor]] = {}
-    for kind, sites in FORMS:
-        found[kind, sites] = {}
-        for lora, merging in itertools.product([False, True], repeat=2):
-            pipe = build(kind)
-            if lora:
-                load_lora(pipe, kind)
-            if merging:
-                apply(pipe, sites=sites)
-            found[kind, sites][lora, merging] = tiny.draw(pipe, steps=1)
-        assert len({image.sum().item() for image in found[kind, sites].values()}) == 4
+@functools.cache
+def images(form: str) -> dict[Any, Tensor]:
+    """By whether there is a LoRA and whether there are techniques."""
+    kind, techniques = FORMS[form]
+    found: dict[Any, Tensor] = {}
+    for lora, applies in itertools.product([False, True], repeat=2):
+        pipe = build(kind)
+        if lora:
+            load_lora(pipe, kind)
+        if applies:
+            tokenmerge.apply(pipe, techniques)
+        found[lora, applies] = tiny.draw(pipe, steps=STEPS)
+    assert len({image.sum().item() for image in found.values()}) == 4
     return found
 
 
 @pytest.mark.parametrize("journey", list(itertools.permutations(["apply", "offload", "lora"])), ids="-".join)
 @pytest.mark.parametrize(
-    ("kind", "sites", "offload"),
+    ("form", "offload"),
     [
-        ("sdxl", "component", "model"),
-        ("sdxl", "block", "group"),
-        ("sd3", "component", "group"),
-        ("flux", "component", "model"),
-        ("flux", "component", "group"),
-        ("flux", "span", "model"),
+        ("sdxl-components", "model"),
+        ("sdxl-merged", "group"),
+        ("sdxl-both", "model"),
+        ("sd3-components", "group"),
+        ("flux-components", "group"),
+        ("flux-both", "model"),
     ],
 )
-def test_every_order_of_apply_offload_and_lora(
-    kind: str, sites: str, offload: str, journey: tuple[str, ...], images: dict[Any, Any], folder: Path
-) -> None:
-    travel(kind, sites, offload, journey, folder, images[kind, sites])
+def test_every_order_of_apply_offload_and_lora(form: str, offload: str, journey: tuple[str, ...], folder: Path) -> None:
+    travel(form, offload, journey, folder, images(form))
 
 
 # LoRA cannot be combined with weights on disk, with or without merging.
 @pytest.mark.parametrize("journey", list(itertools.permutations(["apply", "offload"])), ids="-".join)
-@pytest.mark.parametrize(("kind", "sites"), FORMS)
-def test_every_order_of_apply_and_offload_of_single_weights(
-    kind: str, sites: str, journey: tuple[str, ...], images: dict[Any, Any], folder: Path
-) -> None:
-    travel(kind, sites, "weights", journey, folder, images[kind, sites])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_order_of_apply_and_offload_of_single_weights(form: str, journey: tuple[str, ...], folder: Path) -> None:
+    travel(form, "weights", journey, folder, images(form))
 
 
-@pytest.mark.parametrize("sites", ["component", "block"])
-def test_lora_through_the_pipeline_loads_scales_fuses_and_unloads_while_merged(sites: str) -> None:
-    pipe = build("sdxl")
-    apply(pipe, sites=sites)
+@pytest.mark.parametrize("form", ["sdxl-both", "sd3-both", "flux-both"])
+@pytest.mark.parametrize("first", ["apply", "offload"])
+def test_group_offload_is_refused_with_held_blocks_in_either_order(form: str, first: str, folder: Path) -> None:
+    kind, techniques = FORMS[form]
+    pipe = build(kind)
+    expected = tiny.draw(tokenmerge.apply(pipe, techniques))
+    tokenmerge.remove(pipe)
+    for step in ("apply", "offload") if first == "apply" else ("offload", "apply"):
+        tokenmerge.apply(pipe, techniques) if step == "apply" else offload_groups(pipe, folder)
+    for _ in range(2):
+        with pytest.raises(TokenMergeError, match=r"group offload .* use enable_model_cpu_offload"):
+            tiny.draw(pipe)
+    stop_group_offload(pipe)
+    assert torch.equal(tiny.draw(pipe), expected)
+
+
+@pytest.mark.parametrize("form", ["sdxl-components", "sdxl-both"])
+def test_lora_through_the_pipeline_loads_scales_fuses_and_unloads_while_applied(form: str) -> None:
+    pipe = tokenmerge.apply(build("sdxl"), FORMS[form][1])
     plain = tiny.draw(pipe)
     pipe.load_lora_weights({f"unet.{name}": weight for name, weight in lora_weights("sdxl").items()}, "style")
     loaded = tiny.draw(pipe)
@@ -290,8 +352,8 @@ def test_lora_through_the_pipeline_loads_scales_fuses_and_unloads_while_merged(s
 def test_a_forward_somebody_else_wrapped_merges_once_until_remove(told: bool) -> None:
     """Whether the wrapper tells what it wraps or not."""
     pipe = tiny.build("flux")
-    unpatched = tiny.draw(pipe)
-    apply(pipe, sites="block")
+    plain = tiny.draw(pipe)
+    apply(pipe)
     merged = tiny.draw(pipe)
     for block in pipe.transformer.transformer_blocks:
         inner = block.forward
@@ -300,7 +362,7 @@ def test_a_forward_somebody_else_wrapped_merges_once_until_remove(told: bool) ->
     assert torch.equal(tiny.draw(pipe), merged)
     assert torch.equal(tiny.draw(pipe), merged)
     tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe), unpatched)
+    assert torch.equal(tiny.draw(pipe), plain)
 
 
 # Other features of diffusers.
@@ -341,7 +403,7 @@ def ip_adapter(unet: nn.Module) -> dict[str, dict[str, Tensor]]:
     return {"image_proj": projection, "ip_adapter": keys}
 
 
-@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("sites", ["component", "block"])
 def test_unmasked_ip_adapter_works_before_and_after_apply(sites: str) -> None:
     embeds = [torch.cat([torch.zeros(1, 1, 8), tiny.noise(1, 1, 8)])]
     images = []
@@ -376,7 +438,7 @@ def test_masked_ip_adapter_leaves_cross_attention_whole() -> None:
 @pytest.mark.parametrize("sites", ["component", "block"])
 def test_first_block_cache_works_on_top_of_merging(sites: str) -> None:
     pipe = tiny.build("flux")
-    unpatched = tiny.draw(pipe, steps=6)
+    plain = tiny.draw(pipe, steps=6)
     apply(pipe, sites=sites)
     merged = tiny.draw(pipe, steps=6)
     # A threshold of 0 never skips, one of 10 always does.
@@ -390,7 +452,7 @@ def test_first_block_cache_works_on_top_of_merging(sites: str) -> None:
     pipe.transformer.disable_cache()
     assert torch.equal(tiny.draw(pipe, steps=6), merged)
     tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe, steps=6), unpatched)
+    assert torch.equal(tiny.draw(pipe, steps=6), plain)
 
 
 def test_mag_cache_works_on_top_of_merging() -> None:
@@ -407,16 +469,6 @@ def test_mag_cache_works_on_top_of_merging() -> None:
     assert torch.equal(tiny.draw(pipe, steps=6), merged)
 
 
-def test_caches_that_look_between_blocks_are_refused_with_spans() -> None:
-    pipe = apply(tiny.build("flux"), sites="span")
-    merged = tiny.draw(pipe)
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    with pytest.raises(TokenMergeError, match="use sites='block'"):
-        tiny.draw(pipe)
-    pipe.transformer.disable_cache()
-    assert torch.equal(tiny.draw(pipe), merged)
-
-
 @pytest.mark.parametrize("merged_before", [True, False])
 def test_a_cache_that_came_first_is_refused(merged_before: bool) -> None:
     pipe = tiny.build("flux")
@@ -424,7 +476,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool) -> None:
         apply(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
-    with pytest.raises(TokenMergeError, match="a cache must come after merging"):
+    with pytest.raises(TokenMergeError, match="a cache must come after a technique"):
         apply(pipe, ratio=0.75)
     assert same(before[1], attributes(pipe))
     assert torch.equal(tiny.draw(pipe), before[0])
