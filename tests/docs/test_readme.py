@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,17 +147,3 @@ def test_what_is_gone_has_left_the_pages(page: Path) -> None:
     if page.name not in TELL_OF_GONE:
         text = page.read_text()
         assert [name for name in GONE if re.search(rf"\b{re.escape(name)}", text)] == []
-
-
-def test_tables_are_those_of_the_result_files() -> None:
-    script = ROOT / "benchmarks" / "tables.py"
-    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_figure_5_can_be_drawn_anew(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "figure5.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
-    drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {"fig5-tiny-flux.png", "fig5-tiny-sdxl.png"}
-    assert drawn <= {path.name for path in (DOCS / "reproduction").iterdir()}
