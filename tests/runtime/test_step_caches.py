@@ -1,4 +1,4 @@
-"""Anchored merging under caches that skip blocks: an anchor counts only in a call that runs them."""
+"""Merging under caches that skip steps: what is due waits for a call that runs, and steps are told as they were."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 import tiny
 import tokenmerge
+from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
 
 STEPS = 12
-ANCHORED: dict[str, Any] = {**tiny.PLAIN, "ratio": 0.5, "skip_first": 1, "anchor_every": 3, "destinations_every": 4}
+# The first block runs in every call of a FirstBlockCache, and stays whole here.
+MERGE = Merge(skip_first=1, destinations_every=3, weights_every=2)
 
 
 def magnitude(most: int) -> MagCacheConfig:
@@ -28,8 +30,8 @@ def magnitude(most: int) -> MagCacheConfig:
 CACHES = {"first block": FirstBlockCacheConfig(threshold=0.28), "magnitude": magnitude(2)}
 
 
-def build(**options: Any) -> Any:
-    return tokenmerge.apply(tiny.build("flux"), **{**ANCHORED, **options})
+def build(technique: Merge = MERGE) -> Any:
+    return tokenmerge.apply(tiny.build("flux"), technique)
 
 
 def draw(pipe: Any, *, guided: bool = False) -> Tensor:
@@ -53,13 +55,13 @@ class Calls:
         inner.register_forward_pre_hook(lambda *_: self.ran.__setitem__(-1, True))
         pipe.transformer.register_forward_hook(lambda module, args, output: self.outputs.append(output))
 
-    def missed_anchors(self, turns: int) -> list[int]:
-        """How many anchors were due in a call that was skipped, for each call of a step."""
+    def missed_selections(self, turns: int) -> list[int]:
+        """How many selections were due in a call that was skipped, for each call of a step."""
         missed = []
         for turn in range(turns):
             last, count = -STEPS, 0
             for step, ran in enumerate(self.ran[turn::turns]):
-                due = step - last >= ANCHORED["anchor_every"]
+                due = step - last >= MERGE.destinations_every
                 last = step if due and ran else last
                 count += due and not ran
             missed.append(count)
@@ -70,7 +72,7 @@ def without_skipped_calls(pipe: Any, calls: Calls) -> None:
     """Let the pipeline take what `calls` gave out in those that a cache skipped. The denoiser is not called there, and
     merging knows of them only that they had a place in their step."""
     run = pipe.transformer._call_impl
-    clock = pipe.transformer._tokenmerge.state.clock
+    clock = pipe.transformer._tokenmerge.state.follower.clock
     recorded = iter(zip(calls.ran, calls.outputs, strict=True))
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -84,39 +86,53 @@ def without_skipped_calls(pipe: Any, calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("options", [{}, {"gap": "linear"}, {"coverage": 0.8, "gap": "linear"}], ids=str)
-@pytest.mark.parametrize("cache", CACHES)
-def test_skipped_calls_are_as_if_they_were_not_there(cache: str, options: dict[str, Any], guided: bool) -> None:
-    """The picture is that of a model without a cache whose skipped calls are left out: there no anchor is ever missed,
-    and every gap is that of the maps in use."""
-    pipe = build(**options)
+@pytest.mark.parametrize(
+    ("cache", "technique"),
+    [("first block", MERGE), ("magnitude", MERGE), ("magnitude", MERGE.replace(skip_first=0))],
+    ids=["first block", "magnitude", "magnitude-first merged"],
+)
+def test_skipped_calls_are_as_if_they_were_not_there(cache: str, technique: Merge, guided: bool) -> None:
+    """The picture is that of a model without a cache whose skipped calls are left out: what was due in a skipped call
+    is made in the next that runs."""
+    pipe = build(technique)
     calls = Calls(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
     cached = draw(pipe, guided=guided)
-    assert all(missed > 0 for missed in calls.missed_anchors(1 + guided))
+    assert all(missed > 0 for missed in calls.missed_selections(1 + guided))
     if cache == "first block" and guided:
         assert calls.ran[0::2] != calls.ran[1::2]
-    other = build(**options)
+    other = build(technique)
     without_skipped_calls(other, calls)
     assert torch.equal(draw(other, guided=guided), cached)
 
 
 @pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("options", [{}, {"anchor_every": 0}], ids=str)
+@pytest.mark.parametrize(
+    "technique",
+    [
+        MERGE,
+        Merge(),
+        Merge(sites="component"),
+        Merge(sites="component", components=("mlp",), method="tomesd", selection="random"),
+        Merge(start=0.4),
+    ],
+    ids=["first whole", "first merged", "components", "matched in every block", "window"],
+)
 @pytest.mark.parametrize("cache", CACHES)
-def test_steps_that_a_cache_skips_are_told_as_such(cache: str, options: dict[str, Any], guided: bool) -> None:
-    pipe = build(**options)
+def test_steps_that_a_cache_skips_are_told_as_such(cache: str, technique: Merge, guided: bool) -> None:
+    """Also where the first block merges, which runs in every call of a FirstBlockCache."""
+    pipe = build(technique)
     calls = Calls(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
     draw(pipe, guided=guided)
     told = tokenmerge.summary(pipe)
-    merged = told.steps.get("merged")
-    skipped = calls.ran[:: 1 + guided].count(False)
+    ran = calls.ran[:: 1 + guided]
+    inside = [step / STEPS >= technique.start for step in range(STEPS)]
+    skipped = sum(inside[step] and not ran[step] for step in range(STEPS))
     assert told.steps["skipped"] == skipped > 0
+    assert told.steps["merged"] == sum(inside[step] and ran[step] for step in range(STEPS)) > 0
     assert sum(told.steps.values()) == STEPS
-    # A cache may leave nothing but anchors.
-    saved = "" if merged else ": merging saved nothing"
-    assert f"{skipped} skipped by a cache{saved}." in str(told)
+    assert f"{skipped} skipped by a cache." in str(told)
     pipe.transformer.disable_cache()
     draw(pipe, guided=guided)
     assert "skipped" not in tokenmerge.summary(pipe).steps
@@ -127,24 +143,25 @@ def test_steps_that_a_cache_skips_are_told_as_such(cache: str, options: dict[str
     "cache", [FirstBlockCacheConfig(threshold=0.0), magnitude(0)], ids=["first block", "magnitude"]
 )
 def test_a_cache_that_skips_nothing_changes_nothing(cache: Any, guided: bool) -> None:
-    pipe = build()
-    anchored = draw(pipe, guided=guided)
+    pipe = build(Merge())
+    merged = draw(pipe, guided=guided)
     pipe.transformer.enable_cache(cache)
-    assert torch.equal(draw(pipe, guided=guided), anchored)
+    assert torch.equal(draw(pipe, guided=guided), merged)
+    assert tokenmerge.summary(pipe).steps == {"merged": STEPS}
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_leaves_nothing_behind(cache: str) -> None:
     pipe = tiny.build("flux")
     original = draw(pipe)
-    tokenmerge.apply(pipe, **ANCHORED)
-    anchored = draw(pipe)
+    tokenmerge.apply(pipe, MERGE)
+    merged = draw(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
     cached = draw(pipe)
-    assert not torch.equal(cached, anchored)
+    assert not torch.equal(cached, merged)
     assert torch.equal(draw(pipe), cached)
     pipe.transformer.disable_cache()
-    assert torch.equal(draw(pipe), anchored)
+    assert torch.equal(draw(pipe), merged)
     pipe.transformer.enable_cache(CACHES[cache])
     draw(pipe)
     tokenmerge.remove(pipe)
@@ -152,22 +169,13 @@ def test_a_cache_leaves_nothing_behind(cache: str) -> None:
     assert torch.equal(draw(pipe), original)
 
 
-def test_a_first_block_that_runs_in_skipped_calls_is_refused() -> None:
-    pipe = build(skip_first=0)
-    anchored = draw(pipe)
-    pipe.transformer.enable_cache(CACHES["first block"])
-    with pytest.raises(tokenmerge.TokenMergeError, match=r"transformer_blocks\.0.*use skip_first=1"):
-        draw(pipe)
-    pipe.transformer.disable_cache()
-    assert torch.equal(draw(pipe), anchored)
-
-
+@pytest.mark.parametrize("techniques", [[Hold()], [MERGE, Hold()]], ids=["hold", "both"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_over_held_blocks_is_refused(cache: str) -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), preset="hold")
+def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), techniques)
     held = draw(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
-    with pytest.raises(tokenmerge.TokenMergeError, match="blocks are held already"):
+    with pytest.raises(TokenMergeError, match=r"skips steps, and so does Hold; use one of both: .* or apply a Merge"):
         draw(pipe)
     pipe.transformer.disable_cache()
     assert torch.equal(draw(pipe), held)
@@ -176,20 +184,9 @@ def test_a_cache_over_held_blocks_is_refused(cache: str) -> None:
 def test_a_refused_call_is_refused_again() -> None:
     """Without a scheduler a second try is another call of the same step."""
     transformer = tiny.build("flux").transformer
-    tokenmerge.apply(transformer, **{**tiny.PLAIN, "anchor_every": 3, "skip_first": 0})
+    tokenmerge.apply(transformer, Hold(start=0.0))
     transformer.enable_cache(CACHES["first block"])
     arguments = family_of(transformer).example(transformer, 1, 16, 16)
     for _ in range(2):
-        with pytest.raises(tokenmerge.TokenMergeError, match="use skip_first=1"):
+        with pytest.raises(TokenMergeError, match="use one of both"):
             transformer(**arguments)
-
-
-def test_mag_cache_skips_the_first_block_too_so_it_may_merge() -> None:
-    pipe = build(skip_first=0)
-    calls = Calls(pipe)
-    pipe.transformer.enable_cache(CACHES["magnitude"])
-    cached = draw(pipe)
-    assert calls.missed_anchors(1) != [0]
-    other = build(skip_first=0)
-    without_skipped_calls(other, calls)
-    assert torch.equal(draw(other), cached)
