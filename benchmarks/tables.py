@@ -8,7 +8,7 @@ A document asks for a table between two comments, `<!-- table: KIND FILE ... -->
 every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
 named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
 `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
-an evaluation), `equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
+an evaluation), `heldmaps` (what becomes of maps under Hold), `equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
 """
 
 from __future__ import annotations
@@ -147,6 +147,19 @@ def overlap_table(names: list[str]) -> str:
     return markdown(*overlap_cells(read(names), interval))
 
 
+def held_maps_table(names: list[str]) -> str:
+    """Drift with maps that are renewed as due, and kept once Hold begins, side by side."""
+    rows: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for record in read(names):
+        where = (record["model"], f"{record['ratio']:g}", str(record["every"]))
+        rows.setdefault(where, {})[record["maps"]] = record
+    header = ["model", "ratio", "every", "renewed: MSE to plain", "to merged", "kept: MSE to plain", "to merged"]
+    kinds = [(rule, to) for rule in ("renewed", "kept") for to in ("mse_to_plain", "mse_to_merged")]
+    return markdown(
+        header, [[*where, *(f"{found[rule][to]:.0f}" for rule, to in kinds)] for where, found in rows.items()]
+    )
+
+
 def locality_table(names: list[str]) -> str:
     return markdown(*locality_cells(read(names)))
 
@@ -171,6 +184,7 @@ KINDS = {
     "maps": maps_table,
     "overlap": overlap_table,
     "locality": locality_table,
+    "heldmaps": held_maps_table,
     "front": front_table,
     "equal-time": equal_time_table,
     "losses": losses_table,
