@@ -8,7 +8,8 @@ A document asks for a table between two comments, `<!-- table: KIND FILE ... -->
 every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
 named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
 `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
-an evaluation), `heldmaps` (what becomes of maps under Hold), `equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
+an evaluation), `heldmaps` (what becomes of maps under Hold),
+`equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
 """
 
 from __future__ import annotations
