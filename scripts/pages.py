@@ -76,23 +76,29 @@ def _fields(technique: type[Merge] | type[Hold]) -> str:
     docs = technique.field_docs()
     return markdown(
         ["field", "default", "meaning"],
-        [[f"`{item.name}`", f"`{item.default!r}`", docs[item.name]] for item in fields(technique)],
+        [[f"`{item.name}`", _value(item.default), docs[item.name]] for item in fields(technique)],
     )
+
+
+def _value(value: Any) -> str:
+    return ", ".join(f"`{each!r}`" for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def _presets() -> str:
     rows = []
     for name, technique in presets().items():
         default = type(technique)()
-        changed = {item.name: getattr(technique, item.name) for item in fields(technique)}
-        told = ", ".join(f"{name}={value!r}" for name, value in changed.items() if value != getattr(default, name))
-        rows.append([f"`{name}`", f"`{type(technique).__name__}({told})`"])
-    return markdown(["preset", "what it is"], rows)
+        values = {item.name: getattr(technique, item.name) for item in fields(technique)}
+        told = [f"`{name}={value!r}`" for name, value in values.items() if value != getattr(default, name)]
+        rows.append([f"`{name}`", f"`{type(technique).__name__}`", ", ".join(told)])
+    return markdown(["preset", "technique", "fields that it sets"], rows)
 
 
 def command_line_page() -> str:
     """Every command with its options."""
-    listed = markdown(["command", ""], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())])
+    listed = markdown(
+        ["command", "what it does"], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())]
+    )
     typed = markdown(["typed", "meaning"], [[f"`{text}`", _text(meaning)] for text, meaning in EXAMPLES.items()])
     pages = "\n\n".join(_command(name, command) for name, command in _commands(parser()))
     return f"""{MADE}
