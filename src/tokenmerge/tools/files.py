@@ -54,12 +54,12 @@ def check_folder(path: Path) -> None:
         raise TokenMergeError(f"{path} is a file, not a folder; give another --out")
 
 
-def append_line(path: Path, line: str | None = None) -> None:
-    """Add a line to the end of a file; without one only see that this can be done. Lines before it are left alone."""
+def append_line(path: Path, line: str) -> None:
+    """Add a line to the end of a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.write("" if line is None else f"{line}\n")
+            file.write(f"{line}\n")
     except OSError as error:
         raise _refusal(path, error) from error
 

@@ -17,7 +17,7 @@ from ... import api
 from ...errors import TokenMergeError, did_you_mean
 from ...families import family_of
 from ..fields import check_counts
-from ..files import append_line
+from ..files import append_line, check_writable
 from ..loading import Outline, best_device, load_denoiser, outline
 from ..typed import default_techniques, read_configurations
 from .candidates import Candidate, candidates_for, visits
@@ -36,7 +36,7 @@ class Counts:
     settle: float
 
 
-ON_GPU, ON_CPU = Counts(warmups=5, repeats=20, settle=2.0), Counts(warmups=2, repeats=10, settle=0.0)
+ON_GPU, ON_CPU = Counts(warmups=5, repeats=20, settle=2.0), Counts(warmups=1, repeats=5, settle=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def run(task: Task) -> list[dict[str, Any]]:
     for width, height in sizes:
         _check(model, candidates, task.steps, width, height)
     if task.out is not None:
-        append_line(task.out)
+        check_writable(task.out)
     return _measure(task, load_denoiser(task.model, task.dtype, device), model.scale, candidates, sizes)
 
 

@@ -33,11 +33,11 @@ def add(commands: Any) -> None:
         help="of eager, graph, compiled, compiled+graph (default: eager)",
     )
     add_("--steps", type=number, default=50, metavar="N", help="of the schedule (default: %(default)s)")
-    add_("--warmups", type=number, metavar="N", help="of every kind of step (default: 5 on a GPU, else 2)")
+    add_("--warmups", type=number, metavar="N", help="of every kind of step (default: 5 on a GPU, else 1)")
     add_(
         "--settle", type=parse_as(float), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)"
     )
-    add_("--repeats", type=number, metavar="N", help="of every kind of step (default: 20 on a GPU, else 10)")
+    add_("--repeats", type=number, metavar="N", help="of every kind of step (default: 20 on a GPU, else 5)")
     add_("--loops", type=number, default=0, metavar="N", help="whole schedules to run from end to end too (default: 0)")
     add_(
         "--rounds",

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
-from ..drawing.studio import Setup
+from ..drawing.studio import Setup, Studio
 from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
 from ..fields import check_counts, check_seeds
 from ..files import check_folder
-from ..loading import outline
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
 from ..typed import Configuration, default_techniques, read_typed
@@ -88,7 +87,8 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     typed = None if search.techniques is None else [read_typed(text) for text in search.techniques]
-    family = outline(search.model).family
+    # Checks what all rungs share.
+    family = Studio(search).outline.family
     typed = typed or [read_typed(text) for text in default_techniques(family)]
     candidates = draw_candidates(typed, family, search.candidates, search.seed)
     if 2 ** (search.rungs - 1) > search.candidates:
@@ -98,6 +98,7 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
         )
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
+    check_seeds(*(seed for share in drawn for seed in share.seeds))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
     begun = Folder(out / "rungs" / "1").begun() if resume else None
     if begun is not None:

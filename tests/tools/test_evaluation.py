@@ -323,7 +323,9 @@ def test_commits_are_all_kept_and_versions_must_be_the_same(
 ) -> None:
     small = task(networks, metrics=("mse",), repeats=0)
     for commit, kept in (("aaa", "aaa"), ("bbb", "aaa, bbb"), ("aaa", "aaa, bbb")):
-        monkeypatch.setattr("tokenmerge.tools.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c})
+        monkeypatch.setattr(
+            "tokenmerge.tools.evaluation.run.environment", lambda device, c=commit: {**WHERE, "commit": c}
+        )
         results = evaluate(small, tmp_path, resume=True)
         assert results is not None
         assert results.settings["environment"]["commit"] == kept

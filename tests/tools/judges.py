@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitImageProcessor, CLIPConfig, CLIPImageProcessor, CLIPModel, Dinov2Config, Dinov2Model
 
-from test_readme import tokenizer
+from saved import tokenizer
 from tokenmerge.tools.quality.perceptual import ALEXNET, Trunk
 
 ALEXNET_KERNELS = (11, 5, 3, 3, 3)

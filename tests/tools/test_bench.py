@@ -1,0 +1,372 @@
+"""The bench command: what it counts, what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+import tokenmerge
+from tokenmerge import Hold, Merge, TokenMergeError, presets
+from tokenmerge.config import Techniques
+from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.tools import bench
+from tokenmerge.tools.bench import comparison
+from tokenmerge.tools.bench.candidates import typical_step, visits
+from tokenmerge.tools.bench.timing import Loop, begin_image
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.loading import outline
+from tokenmerge.tools.sizes import RANDOM_MODELS
+from tokenmerge.tools.typed import read_configurations
+
+
+@pytest.mark.parametrize(
+    ("techniques", "counts"),
+    [
+        (Techniques(), {"full": 12}),
+        (
+            Techniques(presets()["toma"]),
+            {"first merged, select": 1, "merged, reuse": 9, "merged, reweigh": 1, "merged, select": 1},
+        ),
+        (Techniques(presets()["lower-bound"]), {"merged, reuse": 12}),
+        (Techniques(presets()["pool"]), {"first merged, select": 1, "merged, reuse": 11}),
+        (Techniques(presets()["tomesd"]), {"first merged, select": 1, "merged, select": 11}),
+        (Techniques(Merge(ratio=0.0)), {"first full": 1, "full": 11}),
+        (Techniques(hold=Hold()), {"first full": 1, "full": 2, "full, kept": 3, "held": 6}),
+        (
+            Techniques(presets()["pool"], Hold(start=0.0)),
+            {"first merged, select, kept": 1, "held": 7, "merged, reuse, kept": 4},
+        ),
+    ],
+)
+def test_phases_are_those_of_the_timeline(techniques: Techniques, counts: dict[str, int]) -> None:
+    assert Counter(bench.Candidate("some", techniques).phases(12)) == counts
+
+
+def candidates(*typed: str, ratios: tuple[float, ...] | None = None) -> list[bench.Candidate]:
+    return bench.candidates_for(read_configurations(typed, ratios))
+
+
+def test_candidates_are_techniques_and_bounds_of_what_merges_linearly() -> None:
+    found = candidates("todo", "unet:skip_first=1", "hold", "unet + hold", "fast@toma", ratios=(0.5, 0.75))
+    assert [item.label for item in found] == [
+        "none",
+        "todo:ratio=0.5",
+        "todo:ratio=0.75",
+        "lower-bound of unet:skip_first=1,ratio=0.5",
+        "unet:skip_first=1,ratio=0.5",
+        "lower-bound of unet:skip_first=1,ratio=0.75",
+        "unet:skip_first=1,ratio=0.75",
+        "hold",
+        "unet:ratio=0.5 + hold",
+        "unet:ratio=0.75 + hold",
+        "lower-bound of fast:ratio=0.5",
+        "fast:ratio=0.5",
+        "lower-bound of fast:ratio=0.75",
+        "fast:ratio=0.75",
+    ]
+    assert found[3].techniques == Techniques(Merge(method="lower-bound", skip_first=1))
+    assert found[7].techniques == Techniques(hold=Hold())
+    # A row tells what it removes, also where that is the preset's own.
+    assert [item.label for item in candidates("todo", "unet")][1:] == [
+        "todo:ratio=0.75",
+        "lower-bound of unet:ratio=0.5",
+        "unet:ratio=0.5",
+    ]
+
+
+def test_a_cache_has_no_steps_that_could_be_timed_one_by_one() -> None:
+    with pytest.raises(TokenMergeError, match=r"has a step cache, .* use eval, which times whole pictures"):
+        candidates("none + mag")
+
+
+def driven_unet(techniques: Techniques, steps: int) -> tuple[Loop, Callable[[], str]]:
+    """What drives a denoiser, and a call of it, which returns what it did, in the words of the timeline."""
+    unet = denoiser_of(tiny.build("sdxl"))
+    loop = Loop(steps)
+    arguments = family_of(unet).example(unet, 1, 16, 16)
+    tokenmerge.apply(unet, techniques, scheduler=loop)
+
+    def renewals() -> tuple[int, int]:
+        groups = tokenmerge.summary(unet).groups
+        return sum(group["selected"] for group in groups), sum(group["weighed"] for group in groups)
+
+    def call() -> str:
+        selected, weighed = renewals()
+        with torch.inference_mode():
+            unet(**arguments, return_dict=False)
+        step = unet._tokenmerge.state.step
+        if step.kind == "merged":
+            now = renewals()
+            step = step._replace(maps="select" if now[0] > selected else "reweigh" if now[1] > weighed else "reuse")
+        return str(step)
+
+    return loop, call
+
+
+MERGE = Merge(levels=(4,), regions="tile:2x2")
+DRIVEN = {
+    "merge": Techniques(MERGE),
+    "late": Techniques(MERGE.replace(start=0.25)),
+    "pool": Techniques(MERGE.replace(method="pool")),
+    "bound": Techniques(MERGE.replace(method="lower-bound")),
+    "late bound": Techniques(MERGE.replace(method="lower-bound", start=0.25)),
+    "hold": Techniques(hold=Hold(what="blocks")),
+    "stages": Techniques(hold=Hold(every=4, start=0.1)),
+    "both": Techniques(MERGE.replace(destinations_every=7, weights_every=3), Hold()),
+    "both in windows": Techniques(MERGE.replace(stop=0.6, weights_every=2), Hold(every=2, start=0.4)),
+}
+
+
+@pytest.mark.parametrize("name", DRIVEN)
+def test_laps_of_a_phase_do_what_it_says(name: str) -> None:
+    """Though other steps are skipped."""
+    phases = bench.Candidate(name, DRIVEN[name]).phases(24)
+    loop, call = driven_unet(DRIVEN[name], 24)
+    visited = visits(phases)
+    assert {phase for phase in visited.values() if phase} == set(phases)
+    assert len(visited) <= 18
+    if name == "bound":
+        assert visited == {0: None, 1: None, 2: "merged, reuse"}
+    loop.set_timesteps()
+    for step in range(24):
+        if step in visited:
+            did = call()
+            phase = visited[step]
+            assert phase is None or phase.removeprefix("first ") == did
+        loop.step()
+
+
+@pytest.mark.parametrize("name", ["hold", "stages", "both", "both in windows"])
+def test_a_held_lap_extrapolates_from_two_residuals(name: str) -> None:
+    phases = bench.Candidate(name, DRIVEN[name]).phases(24)
+    (lap,) = [step for step, phase in visits(phases).items() if phase == "held"]
+    assert sum("kept" in phase for phase in phases[:lap]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "step"),
+    [
+        ("merge", 20, 2),
+        ("late", 20, 7),
+        ("bound", 20, 1),
+        ("hold", 20, 7),
+        ("both", 20, 2),
+        ("late", 2, 1),
+        ("merge", 1, 0),
+    ],
+)
+def test_launches_are_counted_at_a_step_that_saves(name: str, steps: int, step: int) -> None:
+    phases = bench.Candidate(name, DRIVEN[name]).phases(steps)
+    assert typical_step(phases) == step
+    # What a denoiser does there, when an image has come so far.
+    loop, call = driven_unet(DRIVEN[name], steps)
+    begin_image(loop, call, step)
+    assert call() == phases[step].removeprefix("first ")
+
+
+def test_launches_of_a_plain_denoiser_are_those_of_its_second_step() -> None:
+    assert typical_step(bench.Candidate("none").phases(50)) == 1
+    assert typical_step(["full"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd", "sd3", "flux"])
+def test_examples_are_calls_a_denoiser_takes(kind: str) -> None:
+    denoiser = denoiser_of(tiny.build(kind))
+    arguments = family_of(denoiser).example(denoiser, 2, 16, 24)
+    with torch.no_grad():
+        output = denoiser(**arguments, return_dict=False)[0]
+    assert output.shape[0] == 2
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "billions"), [("sdxl-random", 2.57), ("flux-random", 11.9), ("sd35-random", 8.06)])
+def test_random_models_have_their_real_size(name: str, billions: float) -> None:
+    model = outline(name)
+    assert (model.scale, model.own_size) == (8, (1024, 1024))
+    assert sum(parameter.numel() for parameter in model.denoiser.parameters()) / 1e9 == pytest.approx(
+        billions, rel=0.02
+    )
+    assert set(RANDOM_MODELS) == {"sdxl-random", "flux-random", "sd35-random"}
+
+
+def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["bench", "--sizes", "32x32,32x64", "--warmups", "0", "--repeats", "2", "--steps", "6", "--loops", "1"]
+    arguments += ["--rounds", "2", "--techniques", "dit:skip_first=0", "dit:ratio=0.5 + hold:extrapolate=sigma"]
+    assert main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    records = bench.read(out)
+    merged = "dit:skip_first=0,ratio=0.5"
+    labels = ["none", f"lower-bound of {merged}", merged, "dit:ratio=0.5 + hold:extrapolate=sigma"]
+    assert [record["label"] for record in records] == (labels + labels[::-1]) * 2
+    assert all(label in printed for label in labels)
+    for record in records:
+        _check(record)
+    assert [each["technique"] for each in records[3]["techniques"]] == ["merge", "hold"]
+    assert {"held", "merged, reuse, kept"} < set(records[3]["laps_ms"])
+    assert main(["bench", "--table", str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def _check(record: dict[str, Any]) -> None:
+    assert sum(record["steps_by_phase"].values()) == 6
+    assert record["laps_ms"].keys() == record["steps_by_phase"].keys()
+    assert all(len(laps) == 2 for laps in record["laps_ms"].values())
+    assert len(record["loop_ms"]) == 1
+    assert record["command"].startswith("tokenmerge bench --sizes 32x32,32x64")
+    assert "--out" not in record["command"]
+    assert record["environment"]["torch"] == torch.__version__
+
+
+def test_a_plain_bench_ends_soon_on_a_core(capsys: pytest.CaptureFixture[str]) -> None:
+    """With all defaults, as a newcomer types it."""
+    began = time.process_time()
+    assert main(["bench", "--model", "tiny-sdxl", "--threads", "1", "--json"]) == 0
+    assert time.process_time() - began < 100
+    records = json.loads(capsys.readouterr().out)
+    labels = ["none", "lower-bound of unet:ratio=0.5", "unet:ratio=0.5", "hold", "unet + hold"]
+    assert [record["label"] for record in records] == labels
+    assert {(record["width"], record["height"], record["steps"]) for record in records} == {(256, 256, 50)}
+
+
+def row(label: str, techniques: Techniques, **laps: list[float]) -> dict[str, Any]:
+    """A record of so many milliseconds."""
+    return {
+        "label": label,
+        **dict.fromkeys(("width", "height", "batch", "steps"), 1),
+        **dict.fromkeys(("launches", "peak_bytes", "first_call_s")),
+        "model": "flux-random",
+        "mode": "eager",
+        "techniques": techniques.to_list(),
+        "steps_by_phase": dict.fromkeys(laps, 10),
+        "laps_ms": laps,
+        "loop_ms": [],
+        "environment": {"device": "none", "torch": "none"},
+    }
+
+
+def test_rounds_are_pooled_and_medians_summed() -> None:
+    half = Techniques(Merge(ratio=0.5))
+    records = [
+        row("none", Techniques(), full=[3.0, 1.0]),
+        row("merged", half, reuse=[1.0], select=[2.0]),
+        row("merged", half, reuse=[9.0, 1.0], select=[2.0]),
+        row("none", Techniques(), full=[6.0]),
+    ]
+    plain, merged = rows = bench.pool(records)
+    assert (plain.schedule_ms, merged.schedule_ms) == (30.0, 30.0)
+    assert bench.speed_up(merged, rows) == 1.0
+    assert len(bench.pool([*records, row("merged", Techniques(Merge(ratio=0.25)), reuse=[1.0])])) == 3
+    with pytest.raises(TokenMergeError, match="no plain row"):
+        bench.speed_up(merged, [merged])
+
+
+@pytest.mark.parametrize("change", ["start=0.5", "stop=0.5", "skip_first=2", "merge=pick", "ratio=0.75"])
+def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
+    made = candidates("dit", f"dit:{change}", "tomesd", "hold", "dit + hold")
+    # Twice and three times as fast as the plain one, and merging takes 10 and 20 % longer than that.
+    times = (600.0, 300.0, 330.0, 200.0, 240.0, 250.0, 190.0, 100.0)
+    records = [row(each.label, each.techniques, reuse=[ms]) for each, ms in zip(made, times, strict=True)]
+    table = [line.split(" | ") for line in bench.report(records).splitlines() if line.startswith("|")]
+    place = table[0].index("over its bound")
+    assert [line[place] for line in table[2:]] == ["", "", "+10.0 %", "", "+20.0 %", "", "", ""]
+    # Also from a file, where the order of the fields may be another.
+    turned = [
+        {**each, "techniques": [dict(reversed(item.items())) for item in each["techniques"]]} for each in records[::-1]
+    ]
+    assert any("+10.0 %" in line for line in bench.report(turned).splitlines() if line.startswith("| dit:ratio=0.5 |"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
+        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["--warmups", "-1"], "--warmups is -1; it must be 0 or more"),
+        (["--loops", "-1"], "--loops is -1; it must be 0 or more"),
+        (["--settle", "-1"], "--settle is -1.0; it must be a number of seconds from 0"),
+        (["--settle", "inf"], "--settle is inf"),
+        (["--batches", "1,0"], "--batches are 1, 0; give numbers from 1"),
+        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 16"),
+        # A whole number of latents, but not of tokens.
+        (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
+        (["--sizes", "0x0"], "0x0 pixels cannot be made"),
+        (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
+        # What only a candidate, or only a size, is refused for.
+        (["--techniques", "dit", "todo"], "todo:ratio=0.75 is refused at 64x64: method 'todo'"),
+        (
+            ["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--techniques", "unet:levels=4"],
+            "is refused at 16x16: at this size",
+        ),
+        (
+            ["--sizes", "64x64,64x96", "--techniques", "dit:merge_regions=stripe:2"],
+            "is refused at 64x96: on the 12x8 token grid",
+        ),
+        (["--techniques", "dit:backend=triton", "--device", "cpu"], "backend='triton' cannot run here"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_anything_is_timed(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    assert main(["bench", "--sizes", "64x64", "--steps", "4", "--out", str(out), *arguments]) == 2
+    printed = capsys.readouterr()
+    error = printed.err.strip().splitlines()[-1]
+    assert error.startswith("tokenmerge: ")
+    assert message in error
+    assert printed.out == ""
+    assert not out.exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("a candidate was timed")
+
+    monkeypatch.setattr(comparison, "measure_candidate", measure)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        assert main(["bench", "--sizes", "64x64", "--steps", "2", "--out", str(out)]) == 2
+        assert f"{out} cannot be written" in capsys.readouterr().err
+
+
+def test_records_go_to_the_end_of_a_file_in_a_folder_that_need_not_be_there(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "results.jsonl"
+    arguments = ["--sizes", "64x64", "--steps", "2", "--warmups", "0", "--repeats", "1"]
+    for rows in (2, 4):
+        assert main(["bench", *arguments, "--techniques", "pool", "--out", str(out)]) == 0
+        assert len(bench.read(out)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file"),
+        (b"", "holds no record"),
+        (b'{"laps_ms": {}', "line 1 of"),
+        (b'\n{"label": "none"}', "line 2 of"),
+        (b"[]", "no record of times"),
+        (b'{"laps_ms": {}, "config": {}}', "line 1 of PATH is of tokenmerge 0.1"),
+        (b"\xff\xfe", "is no text"),
+    ],
+)
+def test_a_file_that_holds_no_times_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["bench", "--table", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message.replace("PATH", str(path)) in error
+    assert "give a file that bench --out has written" in error
+    assert error.count("\n") == 1
