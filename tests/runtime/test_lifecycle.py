@@ -119,11 +119,8 @@ def test_a_model_is_freed_with_its_pipeline(form: str) -> None:
         del denoiser
     else:
         tiny.draw(pipe, steps=3)
-    block = next(each for each in tiny.denoiser_of(pipe).modules() if type(each).__name__.endswith("TransformerBlock"))
-    record = vars(tiny.denoiser_of(pipe))["_tokenmerge"]
-    parts = [pipe, tiny.denoiser_of(pipe), block, record.state]
-    seen = [weakref.ref(each) for each in parts]
-    del block, record, parts
+    seen = [weakref.ref(pipe), weakref.ref(vars(tiny.denoiser_of(pipe))["_tokenmerge"].state)]
+    seen += [weakref.ref(module) for module in tiny.denoiser_of(pipe).modules()]
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Merging under torch.compile: as many graphs as the first image needs, images as without it, and no stale graph."""
+"""Techniques under torch.compile: as many graphs as the first image needs, images as without it, no stale graph."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch.utils import _pytree as pytree
 
 import tiny
 import tokenmerge
-from tokenmerge import compiling, graphs
+from tokenmerge import Hold, Merge
+from tokenmerge.compiling import blocks, graphs
 from tokenmerge.families import family_of
 
-OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
+COMPONENTS = Merge(sites="component")
+# Steps before the window, kept ones and held ones, in eight.
+BLOCKS, STAGES = Hold(what="blocks"), Hold(what="stages")
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +37,12 @@ def build(kind: str, how: str = "regional") -> Any:
         return tiny.build(kind, unet=tiny.short_sdxl_unet())
     if kind == "sd3":
         return tiny.build(kind, transformer=tiny.sd3_transformer(num_layers=3, dual_attention_layers=()))
-    blocks = 2 if how == "regional" else 1
-    return tiny.build(kind, transformer=tiny.flux_transformer(num_layers=blocks, num_single_layers=blocks))
+    count = 2 if how == "regional" else 1
+    return tiny.build(kind, transformer=tiny.flux_transformer(num_layers=count, num_single_layers=count))
 
 
-def apply(pipe: Any, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+def apply(pipe: Any, **fields: Any) -> Any:
+    return tokenmerge.apply(pipe, Merge(**fields))
 
 
 def compile_model(pipe: Any, how: str, backend: Any) -> None:
@@ -56,55 +59,71 @@ def compile_model(pipe: Any, how: str, backend: Any) -> None:
             block.compile(fullgraph=True, backend=backend)
 
 
-# kind, sites, how, and the most graphs an image of the first size may need: one of each class of block and stride of
-# its input for regional compilation, one of the whole model.
+# kind, techniques, how, and the graphs that images of one size need. Of a merged model: one of each class of block and
+# stride of its input for regional compilation, one of the whole model. With Hold one more set for steps that are kept
+# and one for those held, if what is compiled has what is held; the first, last and other blocks of a run differ.
 CASES = [
-    ("sdxl", "component", "regional", 2),
-    ("sdxl", "block", "regional", 2),
-    ("sd3", "block", "regional", 2),
-    ("flux", "block", "regional", 3),
-    ("flux", "span", "regional", 5),
-    ("sdxl", "component", "whole", 1),
-    ("sdxl", "block", "wrapped", 1),
-    ("flux", "block", "whole", 1),
-    ("flux", "span", "whole", 1),
+    ("sdxl", [COMPONENTS], "regional", 1),
+    ("sdxl", [Merge()], "regional", 1),
+    ("sd3", [Merge()], "regional", 2),
+    ("flux", [Merge()], "regional", 3),
+    ("sdxl", [COMPONENTS], "whole", 1),
+    ("flux", [Merge()], "whole", 1),
+    ("sdxl", [STAGES], "whole", 3),
+    ("sdxl", [Merge(), STAGES], "regional", 1),
+    ("sdxl", [Merge(), STAGES], "wrapped", 3),
+    ("sd3", [Merge(), BLOCKS], "regional", 6),
+    ("flux", [COMPONENTS, BLOCKS], "regional", 8),
+    ("flux", [Merge(), BLOCKS], "whole", 3),
 ]
 
 
-@pytest.mark.parametrize(("kind", "sites", "how", "graphs"), CASES)
-def test_no_graph_is_added_after_the_first_image(kind: str, sites: str, how: str, graphs: int) -> None:
-    pipe = apply(build(kind, how), sites=sites)
-    eager = tiny.draw(pipe, steps=25)
-    counter = CompileCounterWithBackend("aot_eager")
+def told(value: Any) -> str:
+    return (
+        "+".join(getattr(each, "what", None) or each.sites for each in value) if isinstance(value, list) else str(value)
+    )
+
+
+@pytest.mark.parametrize(("kind", "techniques", "how", "graphs"), CASES, ids=told)
+def test_no_graph_is_added_after_the_first_image(kind: str, techniques: list[Any], how: str, graphs: int) -> None:
+    steps = 8 if isinstance(techniques[-1], Hold) else 25
+    pipe = tokenmerge.apply(build(kind, how), techniques)
+    eager = tiny.draw(pipe, steps=steps)
+    kinds = tokenmerge.summary(pipe).steps
+    # Blocks alone are small enough to be functionalised too, as for Inductor.
+    counter = CompileCounterWithBackend("aot_eager" if how == "regional" else "eager")
     compile_model(pipe, how, counter)
-    compiled = tiny.draw(pipe, steps=25)
-    first = counter.frame_count
-    assert first <= graphs
+    compiled = tiny.draw(pipe, steps=steps)
     torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-5)
-    assert torch.equal(tiny.draw(pipe, steps=25), compiled)
-    assert counter.frame_count == first
+    assert torch.equal(tiny.draw(pipe, steps=steps), compiled)
+    assert tokenmerge.summary(pipe).steps == kinds
+    assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize(
-    ("kind", "sites", "how"),
-    [
-        ("sdxl", "component", "regional"),
-        ("sdxl", "block", "regional"),
-        ("sd3", "block", "regional"),
-        ("flux", "span", "regional"),
-        ("flux", "block", "whole"),
-    ],
-)
-def test_another_size_compiles_once_more_and_then_neither(kind: str, sites: str, how: str) -> None:
-    pipe = apply(build(kind, how), sites=sites)
-    eager = [tiny.draw(pipe, size=size) for size in ((64, 64), (64, 96))]
-    counter = CompileCounterWithBackend("aot_eager")
+SIZES = [
+    ("sdxl", [COMPONENTS], "regional"),
+    ("sdxl", [Merge(), STAGES], "regional"),
+    ("sd3", [Merge()], "regional"),
+    ("flux", [Merge(), BLOCKS], "whole"),
+]
+
+
+@pytest.mark.parametrize(("kind", "techniques", "how"), SIZES, ids=told)
+def test_another_size_and_batch_compile_once_more_and_then_none(kind: str, techniques: list[Any], how: str) -> None:
+    steps = 6 if isinstance(techniques[-1], Hold) else 2
+    shapes = [((64, 64), 1), ((64, 96), 1), ((64, 64), 2)]
+    pipe = tokenmerge.apply(build(kind, how), techniques)
+
+    def images() -> list[Any]:
+        return [tiny.draw(pipe, steps=steps, size=size, batch=batch) for size, batch in shapes]
+
+    eager = images()
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, how, counter)
-    compiled = [tiny.draw(pipe, size=size) for size in ((64, 64), (64, 96))]
+    compiled = images()
     torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-5)
     graphs = counter.frame_count
-    again = [tiny.draw(pipe, size=size) for size in ((64, 64), (64, 96))]
-    assert all(torch.equal(*pair) for pair in zip(again, compiled, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(images(), compiled, strict=True))
     assert counter.frame_count == graphs
 
 
@@ -112,7 +131,7 @@ def test_another_size_compiles_once_more_and_then_neither(kind: str, sites: str,
 def test_many_sizes_share_graphs(kind: str, sites: str, how: str) -> None:
     """More sizes than maps are kept for, and more than the compiler would compile one by one."""
     pipe = apply(build(kind, how), sites=sites)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, how, counter)
     sizes = [(64, 64 + 8 * more) for more in range(10)]
     for size in sizes[:2]:
@@ -124,41 +143,43 @@ def test_many_sizes_share_graphs(kind: str, sites: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sites", "how"),
+    ("kind", "techniques", "how"),
     [
-        ("sdxl", "component", "regional"),
-        ("sdxl", "block", "regional"),
-        ("flux", "component", "whole"),
-        ("flux", "block", "wrapped"),
+        ("sdxl", [COMPONENTS], "regional"),
+        ("sdxl", [Merge(), STAGES], "regional"),
+        ("flux", [COMPONENTS], "whole"),
+        ("flux", [Merge(), BLOCKS], "wrapped"),
     ],
+    ids=told,
 )
-def test_apply_and_remove_take_effect_on_a_compiled_model(kind: str, sites: str, how: str) -> None:
+def test_apply_and_remove_take_effect_on_a_compiled_model(kind: str, techniques: list[Any], how: str) -> None:
+    steps = 6 if isinstance(techniques[-1], Hold) else 2
     pipe = build(kind, how)
-    unpatched = tiny.draw(pipe)
-    merged = tiny.draw(apply(pipe, sites=sites))
+    plain = tiny.draw(pipe, steps=steps)
+    expected = tiny.draw(tokenmerge.apply(pipe, techniques), steps=steps)
     tokenmerge.remove(pipe)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, how, counter)
-    torch.testing.assert_close(tiny.draw(pipe), unpatched, rtol=0, atol=1e-5)
-    apply(pipe, sites=sites)
-    torch.testing.assert_close(tiny.draw(pipe), merged, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiny.draw(pipe, steps=steps), plain, rtol=0, atol=1e-5)
+    tokenmerge.apply(pipe, techniques)
+    torch.testing.assert_close(tiny.draw(pipe, steps=steps), expected, rtol=0, atol=1e-5)
     graphs = counter.frame_count
     tokenmerge.remove(pipe)
-    torch.testing.assert_close(tiny.draw(pipe), unpatched, rtol=0, atol=1e-5)
-    apply(pipe, sites=sites)
-    torch.testing.assert_close(tiny.draw(pipe), merged, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiny.draw(pipe, steps=steps), plain, rtol=0, atol=1e-5)
+    tokenmerge.apply(pipe, techniques)
+    torch.testing.assert_close(tiny.draw(pipe, steps=steps), expected, rtol=0, atol=1e-5)
     # Both sets of graphs are still there.
     assert counter.frame_count == graphs
     if how == "regional":
-        apply(pipe, sites=sites, ratio=0.75)
-        assert (tiny.draw(pipe) - merged).abs().max() > 1e-2
+        tokenmerge.apply(pipe, [each.replace(ratio=0.75) if isinstance(each, Merge) else each for each in techniques])
+        assert (tiny.draw(pipe, steps=steps) - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("kind", "how"), [("flux", "whole"), ("sdxl", "regional")])
 def test_a_window_takes_one_more_set_of_graphs(kind: str, how: str) -> None:
     pipe = apply(build(kind, how), start=0.25, stop=0.75)
     eager = tiny.draw(pipe, steps=8)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, how, counter)
     torch.testing.assert_close(tiny.draw(pipe, steps=8), eager, rtol=0, atol=1e-5)
     first = counter.frame_count
@@ -166,74 +187,64 @@ def test_a_window_takes_one_more_set_of_graphs(kind: str, how: str) -> None:
     assert counter.frame_count == first
 
 
-@pytest.mark.parametrize("how", ["whole", "wrapped"])
-def test_held_stages_take_three_graphs_of_a_whole_unet(how: str) -> None:
-    """Of whole steps, anchors and held steps."""
-    pipe = tokenmerge.apply(build("sdxl"))
-    eager = tiny.draw(pipe, steps=8)
-    counter = CompileCounterWithBackend("eager")
-    compile_model(pipe, how, counter)
-    for _ in range(2):
-        torch.testing.assert_close(tiny.draw(pipe, steps=8), eager, rtol=0, atol=1e-5)
-        assert counter.frame_count == 3
-    assert tokenmerge.summary(pipe).steps == {"full": 2, "anchor": 3, "merged": 3}
-
-
-def test_true_guidance_shares_the_graphs_of_one_call() -> None:
-    pipe = apply(build("flux", "whole"), sites="block")
+@pytest.mark.parametrize(("techniques", "graphs"), [([Merge()], 1), ([Merge(), BLOCKS], 3)], ids=told)
+def test_true_guidance_shares_the_graphs_of_one_call(techniques: list[Any], graphs: int) -> None:
+    pipe = tokenmerge.apply(build("flux", "whole"), techniques)
     negative = {
         "true_cfg_scale": 3.0,
         "negative_prompt_embeds": tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH, seed=50),
         "negative_pooled_prompt_embeds": tiny.noise(1, tiny.POOLED_WIDTH, seed=51),
     }
     eager = tiny.draw(pipe, steps=12, **negative)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, "whole", counter)
-    torch.testing.assert_close(tiny.draw(pipe, steps=12, **negative), eager, rtol=0, atol=1e-5)
-    assert counter.frame_count == 1
+    for _ in range(2):
+        torch.testing.assert_close(tiny.draw(pipe, steps=12, **negative), eager, rtol=0, atol=1e-5)
+        assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize(("kind", "sites"), [("sdxl", "component"), ("sd3", "block"), ("flux", "span")])
-def test_inductor_draws_the_eager_image(kind: str, sites: str) -> None:
-    # Inductor rounds differently: similarities that tie would tip a greedy selection.
-    pipe = apply(build(kind), sites=sites, selection="uniform", temperature=0.1)
-    eager = tiny.draw(pipe)
-    compile_model(pipe, "regional", "inductor")
-    torch.testing.assert_close(tiny.draw(pipe), eager, rtol=0, atol=1e-3)
+# By position: Inductor rounds differently, and rounding decides between destinations that tie.
+SMOOTH = Merge(selection="uniform", temperature=0.1)
 
 
-@pytest.mark.parametrize("kind", ["sdxl", "sd3", "flux"])
+@pytest.mark.parametrize(
+    ("kind", "techniques"),
+    [
+        ("sdxl", [SMOOTH.replace(sites="component")]),
+        ("sd3", [SMOOTH]),
+        ("flux", [SMOOTH, Hold(start=0.0)]),
+    ],
+    ids=told,
+)
 @pytest.mark.parametrize("first", ["compile", "apply"])
-def test_compile_and_merging_in_either_order(kind: str, first: str) -> None:
+def test_compile_and_techniques_in_either_order(kind: str, techniques: list[Any], first: str) -> None:
     pipe = build(kind)
-    unpatched = tiny.draw(pipe)
-    # By position: rounding decides between destinations that tie.
-    options = {"selection": "uniform"}
-    merged = tiny.draw(apply(pipe, **options))
+    plain = tiny.draw(pipe)
+    expected = tiny.draw(tokenmerge.apply(pipe, techniques))
     tokenmerge.remove(pipe)
     if first == "apply":
-        apply(pipe, **options)
+        tokenmerge.apply(pipe, techniques)
     tokenmerge.compile(pipe)
     if first == "compile":
-        apply(pipe, **options)
-    torch.testing.assert_close(tiny.draw(pipe), merged, rtol=0, atol=1e-4)
+        tokenmerge.apply(pipe, techniques)
+    torch.testing.assert_close(tiny.draw(pipe), expected, rtol=0, atol=1e-3)
     assert "blocks, no CUDA graphs" in tokenmerge.summary(pipe).compiled
     tokenmerge.uncompile(tokenmerge.uncompile(pipe))
-    assert torch.equal(tiny.draw(pipe), merged)
+    assert torch.equal(tiny.draw(pipe), expected)
     tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe), unpatched)
+    assert torch.equal(tiny.draw(pipe), plain)
     assert all(module._compiled_call_impl is None for module in tiny.denoiser_of(pipe).modules())
 
 
 def test_compile_leaves_what_others_compiled() -> None:
     pipe = build("sdxl")
-    blocks = [each for each in pipe.unet.modules() if type(each).__name__ == "BasicTransformerBlock"]
-    blocks[0].compile(backend="eager")
-    theirs = blocks[0]._compiled_call_impl
+    first, *others = [each for each in pipe.unet.modules() if type(each).__name__ == "BasicTransformerBlock"]
+    first.compile(backend="eager")
+    theirs = first._compiled_call_impl
     tokenmerge.compile(pipe)
-    assert f"{len(blocks) - 1} blocks" in tokenmerge.summary(pipe).compiled
+    assert f"{len(others)} blocks" in tokenmerge.summary(pipe).compiled
     tokenmerge.uncompile(pipe)
-    assert blocks[0]._compiled_call_impl is theirs
+    assert first._compiled_call_impl is theirs
 
 
 @pytest.mark.parametrize("how", ["whole", "wrapped"])
@@ -247,13 +258,13 @@ def test_compile_refuses_a_denoiser_compiled_as_a_whole(how: str) -> None:
 def test_calls_that_are_never_recorded_are_told() -> None:
     """As of a method that needs the host in every call; on a CPU none is recorded either."""
     denoiser = tiny.denoiser_of(build("flux"))
-    assert compiling.unrecorded(denoiser) == ()
-    vars(denoiser)[compiling._COMPILED] = compiling._Compiled((), graphs.GraphedForward(denoiser, lambda: None))
+    assert blocks.unrecorded(denoiser) == ()
+    vars(denoiser)[blocks._COMPILED] = blocks._Compiled((), graphs.GraphedForward(denoiser, lambda _: None))
     with torch.inference_mode():
         denoiser(**family_of(denoiser).example(denoiser, 1, 16, 16))
-    assert compiling.unrecorded(denoiser) == ("all of them need the host",)
-    compiling.uncompile(denoiser)
-    assert compiling.unrecorded(denoiser) == ()
+    assert blocks.unrecorded(denoiser) == ("all of them need the host",)
+    blocks.uncompile(denoiser)
+    assert blocks.unrecorded(denoiser) == ()
 
 
 def test_graphs_need_a_cuda_device() -> None:
@@ -270,34 +281,12 @@ def test_what_pipelines_leave_on_a_denoiser_does_not_forbid_graphs() -> None:
     pipe = build("flux")
     tiny.draw(pipe)
     assert "_diffusers_hook" in vars(pipe.transformer)
-    compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
+    blocks._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
     pipe.transformer.enable_cache(FirstBlockCacheConfig())
-    compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
+    blocks._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
     HookRegistry.check_if_exists_or_initialize(pipe.transformer).register_hook(ModelHook(), "layerwise_casting")
     with pytest.raises(tokenmerge.TokenMergeError, match="use graphs=False"):
-        compiling._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
-
-
-@pytest.mark.parametrize(
-    ("device", "way", "found"),
-    [
-        ("cuda", None, None),
-        ("cuda", "both", "both"),
-        ("cuda", "graphs", "graphs"),
-        ("cpu", None, None),
-        ("cpu", "both", "blocks"),
-        ("cpu", "blocks", "blocks"),
-    ],
-)
-def test_what_compiling_comes_to_on_a_device(device: str, way: str | None, found: str | None) -> None:
-    assert compiling.way_on(torch.device(device), way) == found
-
-
-def test_blocks_alone_are_compiled_by_name() -> None:
-    pipe = compiling.compile_as(build("sdxl"), "blocks")
-    assert tokenmerge.summary(pipe).compiled.endswith("blocks, no CUDA graphs")
-    with pytest.raises(tokenmerge.TokenMergeError, match="need a CUDA device"):
-        compiling.compile_as(pipe, "graphs")
+        blocks._check_compilable(pipe, pipe.transformer, "cuda:0", graphs=True)
 
 
 def changes() -> dict[str, Any]:
@@ -367,33 +356,52 @@ def four_levels() -> Any:
     return tiny.build("sd", unet=tiny.sd_unet(block_out_channels=(8, 16, 24, 24), norm_num_groups=8))
 
 
-@pytest.mark.parametrize(
-    ("make", "shapes"),
-    [
-        (four_levels, [((128, 128), 1), ((128, 128), 2)]),
-        (partial(build, "flux"), [((64, 64), 1), ((64, 96), 1)]),
-    ],
-)
-def test_sizes_and_batches_share_graphs_with_anchors(make: Any, shapes: list[tuple[tuple[int, int], int]]) -> None:
-    """Whole steps, anchors and merged steps, each for many shapes, are more graphs than a function has by default."""
+def test_graphs_of_many_shapes_and_kinds_of_step_are_kept() -> None:
+    """Those of all steps, each for many shapes and levels, are more than the compiler keeps of a function."""
+    shapes = [((128, 128), 1), ((128, 128), 2)]
     with torch._dynamo.config.patch(recompile_limit=8):
-        pipe = tokenmerge.apply(make(), regions="tile:4x4", skip_first=0)
-        eager = [tiny.draw(pipe, steps=4, size=size, batch=batch) for size, batch in shapes]
+        pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(what="blocks")])
+        eager = [tiny.draw(pipe, steps=6, size=size, batch=batch) for size, batch in shapes]
+        assert tokenmerge.summary(pipe).steps.keys() == {"full", "merged", "held"}
         counter = CompileCounterWithBackend("eager")
         compile_model(pipe, "regional", counter)
         for (size, batch), expected in zip(shapes, eager, strict=True):
-            drawn = tiny.draw(pipe, steps=4, size=size, batch=batch)
+            drawn = tiny.draw(pipe, steps=6, size=size, batch=batch)
             torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-5)
-        graphs = counter.frame_count
+        count = counter.frame_count
         for size, batch in shapes:
-            tiny.draw(pipe, steps=4, size=size, batch=batch)
-        assert counter.frame_count == graphs
+            tiny.draw(pipe, steps=6, size=size, batch=batch)
+        assert counter.frame_count == count > 8
+        tokenmerge.remove(pipe)
+
+
+def test_the_limit_of_graphs_is_given_back() -> None:
+    """With the last technique, whether it is removed or garbage-collected, and only if nobody has set another."""
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=8):
+        first, second = tiny.short_sdxl_unet(), tiny.short_sdxl_unet()
+        tokenmerge.apply(first, Merge())
+        raised = config.recompile_limit
+        assert raised > 8
+        tokenmerge.apply(second, Hold(start=0.0))
+        tokenmerge.apply(second, Merge())
+        tokenmerge.remove(first)
+        assert config.recompile_limit == raised
+        del second
+        assert config.recompile_limit == 8
+        tokenmerge.apply(first, Merge())
+        config.recompile_limit = 100
+        tokenmerge.remove(first)
+        assert config.recompile_limit == 100
+    with config.patch(recompile_limit=1000):
+        tokenmerge.remove(tokenmerge.apply(first, Merge()))
+        assert config.recompile_limit == 1000
 
 
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
-def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_inference_mode: bool) -> None:
+def test_compiled_code_takes_what_a_recording_owns_for_what_was_given(made_in_inference_mode: bool) -> None:
     pipe = build("sdxl")
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compile_model(pipe, "regional", counter)
     denoiser = pipe.unet
     with torch.inference_mode(made_in_inference_mode):
@@ -401,8 +409,8 @@ def test_compiled_code_takes_what_a_recording_holds_for_what_was_given(made_in_i
     with torch.inference_mode():
         denoiser(**arguments)
         compiled = counter.frame_count
-        hold = partial(graphs._held, device=torch.device("cpu"))
-        denoiser(**pytree.tree_map_only(torch.Tensor, hold, arguments))
+        own = partial(graphs._owned, device=torch.device("cpu"))
+        denoiser(**pytree.tree_map_only(torch.Tensor, own, arguments))
     assert counter.frame_count == compiled
 
 
@@ -429,7 +437,7 @@ def test_a_call_that_could_not_be_recorded_has_all_it_was_given(failures: int, m
 
     expected = unet(**arguments()).sample
     assert not torch.equal(expected, unet(**given).sample)
-    recorder = graphs.GraphedForward(unet, lambda: None)
+    recorder = graphs.GraphedForward(unet, lambda _: None)
     for _ in range(failures):
         call: tuple[tuple[Any, ...], dict[str, Any]] = ((), arguments())
         leaves, structure = pytree.tree_flatten(call)
@@ -439,7 +447,7 @@ def test_a_call_that_could_not_be_recorded_has_all_it_was_given(failures: int, m
 
 def test_graphs_that_are_undone_let_go_of_what_was_merged() -> None:
     pipe = apply(build("sdxl"))
-    recorder = graphs.GraphedForward(pipe.unet, lambda: None)
+    recorder = graphs.GraphedForward(pipe.unet, lambda _: None)
     recorder._see_changes()
     gc.collect()
     gc.disable()
