@@ -210,12 +210,14 @@ def _check_scheduler(techniques: Techniques, scheduler: Any) -> None:
     check_levels(techniques.hold, scheduler)
 
 
-def _way_out_of_noise(family: Family, plan_: Plan) -> str:
+def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
     """What to do under a scheduler that adds noise, where nothing in a held step would see it; else nothing."""
     if not plan_.runs:
         return ""
     if family.stages is None:
         return "use another scheduler, or apply a Merge"
+    if not family.blocks(denoiser):
+        return "use a scheduler that adds none, such as DDIMScheduler"
     return "use Hold(what='blocks'), or another scheduler" if plan_.runs[0].stages else ""
 
 
@@ -229,7 +231,8 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
         merge = plan_.techniques.merge if plan_.merged_sites else None
         timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
         # Reads the scheduler, which may be anybody's.
-        follower = Follower(timeline, scheduler_of if acts else lambda: None, _way_out_of_noise(family, plan_))
+        way_out = _way_out_of_noise(denoiser, family, plan_)
+        follower = Follower(timeline, scheduler_of if acts else lambda: None, way_out)
         merging = Merging(merge, follower.clock) if merge is not None else None
         holding = Holding(follower.clock) if plan_.runs else None
         state = State(timeline, follower, merging, holding)

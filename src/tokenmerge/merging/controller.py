@@ -21,7 +21,8 @@ class Merging:
     def __init__(self, technique: Merge, clock: Clock) -> None:
         self.technique = technique
         self.groups: list[MergeGroup] = []
-        self.acts = False  # whether tokens merge in this call
+        # Whether tokens merge in this call. Before the first, blocks have no maps, and refuse to run by themselves.
+        self.acts = True
         self._clock = clock
         self._begins = True
 
