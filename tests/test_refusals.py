@@ -6,101 +6,110 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMPipeline, UNet2DModel
+from diffusers import DDPMPipeline, DDPMScheduler, StableDiffusionXLPAGPipeline, UNet2DModel
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 import tiny
 import tokenmerge
-from tokenmerge import MergeConfig, TokenMergeError
+from tokenmerge import Hold, Merge, TokenMergeError, presets
+from tokenmerge.families.calls import TokenGrid
+from tokenmerge.merging.grid import partition_grids
 from tokenmerge.tools.bench.timing import Loop
 from traces import attributes, same
 
-OPTIONS: dict[str, Any] = {**tiny.PLAIN, "regions": "tile:4x4", "skip_first": 0}
+# With what merging cannot follow, neither can both.
+MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold()]]
 
 
-def apply(pipe: Any, **options: Any) -> Any:
-    return tokenmerge.apply(pipe, **{**OPTIONS, **options})
+def apply(pipe: Any, **fields: Any) -> Any:
+    return tokenmerge.apply(pipe, Merge(**fields))
+
+
+def told(techniques: list[Any]) -> str:
+    return "+".join(getattr(each, "what", None) or each.sites for each in techniques)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("kind", "technique", "fields", "message"),
     [
-        ("sdxl", {"ratio": 1.0}, r"must be in \[0, 1\)"),
-        ("sdxl", {"ratio": -0.1}, r"must be in \[0, 1\)"),
-        ("sdxl", {"ratio": float("nan")}, r"must be in \[0, 1\)"),
-        ("sdxl", {"ratio": "half"}, "it must be a number"),
-        ("sdxl", {"regions": "tiles"}, "write 'whole', 'tile', 'stripe'"),
-        ("sdxl", {"regions": "tile:0"}, "start at 1"),
-        ("sdxl", {"regions": "stripe:4x4"}, "only 'tile' takes a shape"),
-        ("sdxl", {"merge_regions": "whole:3"}, "takes no number"),
-        ("sdxl", {"method": "tome"}, "choose from toma"),
-        ("sdxl", {"temperature": 0.0}, "positive"),
-        ("sdxl", {"preset": "fast"}, "preset 'fast' is unknown"),
-        ("sdxl", {"start": 0.8, "stop": 0.2}, "0 <= start < stop <= 1"),
-        ("sdxl", {"skip_first": 100}, "no site .* skip_first"),
-        ("sdxl", {"skip_first": 0.5, "skip_last": 0.5}, "no site .* skip_last"),
-        ("sdxl", {"levels": (16,)}, "no site .* change levels"),
-        ("sdxl", {"levels": (1,)}, "no site .* change levels"),
-        ("flux", {"sites": "component", "components": ("cross_attention",)}, "no site .* components"),
-        ("flux", {"levels": (1,)}, "has only one"),
-        ("sdxl", {"components": ("mlp",)}, r"components is \('mlp',\), which counts with sites='component'"),
-        ("sdxl", {"ratio": 0.5, "span": 2}, "span is 2, which counts with sites='span' .* or held blocks"),
-        ("sdxl", {"preset": "unet", "gap": "linear"}, "gap is 'linear', which counts with anchors"),
-        ("flux", {"preset": "dit", "trust": 0.5}, "trust is 0.5, which counts with anchors"),
-        ("flux", {"preset": "hold", "anchor_every": 3, "trust": 0.5}, "which counts with anchors of merged blocks"),
-        ("flux", {"anchor_every": 0, "gap_dtype": "float8"}, "gap_dtype is 'float8', which counts with anchors"),
-        ("sdxl", {"ratio": 0.25, "step_ratios": (0.5, 0.75)}, "ratio is 0.25, and step_ratios gives other ratios"),
-        ("flux", {"ratio": 0.25, "block_ratios": (0.5,)}, "ratio is 0.25, and block_ratios gives other ratios"),
-        ("sd3", {"skip_last": 4}, "no site .* skip_last"),
+        ("sdxl", "toma", {"ratio": 1.0}, r"must be in \[0, 1\)"),
+        ("sdxl", "toma", {"ratio": "half"}, "it must be a number"),
+        ("sdxl", "fast", {}, "preset 'fast' is unknown"),
+        ("sdxl", "nothing.json", {}, "is not there"),
+        ("sdxl", [Merge(), Merge()], {}, "Merge was given twice"),
+        ("sdxl", [], {}, "empty"),
+        ("sdxl", "hold", {"every": 0}, "from 1"),
+        ("sdxl", "unet", {"skip_first": 100}, "no site .* skip_first"),
+        ("sdxl", "unet", {"skip_first": 0.5, "skip_last": 0.5}, "no site .* skip_last"),
+        ("sdxl", "unet", {"levels": (16,)}, "no site .* change levels"),
+        ("sdxl", "unet", {"levels": (1,)}, "no site .* change levels"),
+        ("sdxl", [Merge(levels=(1,)), Hold()], {}, "no site .* change levels"),
+        ("sdxl", "tomesd", {"sites": "span"}, "choose from component, block"),
+        ("flux", "toma", {"components": ("cross_attention",)}, "no site .* components"),
+        ("flux", "toma", {"levels": (1,)}, "has only one"),
+        ("flux", "todo", {}, "fewer keys than queries"),
+        ("flux", Hold(what="stages"), {}, "has none; use what='blocks'"),
+        ("flux", [Merge(), Hold(what="stages")], {}, "has none; use what='blocks'"),
+        ("sd3", "dit", {"skip_last": 4}, "no site .* skip_last"),
     ],
 )
-@pytest.mark.parametrize("merged_before", [False, True])
+@pytest.mark.parametrize("before", [None, [Merge(), Hold(start=0.0)]], ids=["plain", "applied"])
 def test_a_refused_apply_leaves_the_model_as_it_was(
-    kind: str, options: dict[str, Any], message: str, merged_before: bool
+    kind: str, technique: Any, fields: dict[str, Any], message: str, before: Any
 ) -> None:
     pipe = tiny.build(kind)
-    if merged_before:
-        apply(pipe)
-    image = tiny.draw(pipe, steps=1)
-    before = attributes(pipe)
+    if before is not None:
+        tokenmerge.apply(pipe, before)
+    image = tiny.draw(pipe)
+    known = attributes(pipe)
     with pytest.raises(TokenMergeError, match=message):
-        apply(pipe, **options)
-    assert same(attributes(pipe), before)
-    assert torch.equal(tiny.draw(pipe, steps=1), image)
+        tokenmerge.apply(pipe, technique, **fields)
+    assert same(attributes(pipe), known)
+    assert torch.equal(tiny.draw(pipe), image)
 
 
-def test_a_scheduler_that_fails_leaves_the_model_as_it_was() -> None:
+@pytest.mark.parametrize("before", [Merge(ratio=0.25), Hold(start=0.0)], ids=["merge", "hold"])
+def test_a_scheduler_that_fails_leaves_the_model_as_it_was(before: Any) -> None:
     class Broken(Loop):
         @property
         def sigmas(self) -> Tensor:
             raise RuntimeError("no noise levels")
 
     unet, broken = tiny.sdxl_unet(), Broken(4)
-    apply(unet, scheduler=Loop(4), ratio=0.25)
-    before = dict(vars(broken))
+    tokenmerge.apply(unet, before, scheduler=Loop(4))
+    known = dict(vars(broken))
     with pytest.raises(RuntimeError, match="no noise levels"):
-        apply(unet, scheduler=broken)
+        tokenmerge.apply(unet, [Merge(), Hold(extrapolate="sigma")], scheduler=broken)
     plan = tokenmerge.summary(unet).plan
     assert plan is not None
-    assert plan.config.ratio == 0.25
-    assert vars(broken) == before
+    assert [each.replace(what="auto") if isinstance(each, Hold) else each for each in plan.techniques if each] == [
+        before
+    ]
+    assert vars(broken) == known
 
 
-def test_config_and_preset_together_and_wrong_types_are_refused() -> None:
-    pipe = tiny.build("flux")
-    with pytest.raises(TokenMergeError, match="give one of them"):
-        tokenmerge.apply(pipe, MergeConfig(), preset="toma")
-    with pytest.raises(TypeError, match="give a MergeConfig"):
-        tokenmerge.apply(pipe, {"ratio": 0.5})
-    for preset in ({"ratio": 0.5}, MergeConfig(), 3):
-        with pytest.raises(TypeError, match=f"preset is a {type(preset).__name__}; it is one of toma, .*ratio=0.5"):
-            tokenmerge.apply(pipe, preset=preset)
-    for wrong, near in (("ratoi", "ratio"), ("achor_every", "anchor_every")):
-        with pytest.raises(TypeError, match=f"no option '{wrong}' .did you mean '{near}'.*fields of tokenmerge.Merge"):
-            tokenmerge.apply(pipe, **{wrong: 4})
-    with pytest.raises(TypeError, match="no option 'tile_size'; options are"):
-        tokenmerge.apply(pipe, tile_size=4)
-    assert tokenmerge.summary(pipe).plan is None
+def test_a_site_that_cannot_be_installed_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put on a model before something failed is taken off, and what was applied is applied again."""
+    pipe = tokenmerge.apply(tiny.build("sdxl"), [Merge(ratio=0.25), Hold(start=0.0)])
+    image, names = tiny.draw(pipe), sorted(vars(pipe.scheduler))
+    forwards = replaced_forwards(pipe.unet)
+    last = [module for module in pipe.unet.modules() if type(module).__name__ == "BasicTransformerBlock"][-1]
+
+    def refuse(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("no such module")
+
+    monkeypatch.setattr(last, "get_submodule", refuse)
+    with pytest.raises(RuntimeError, match="no such module"):
+        tokenmerge.apply(pipe, Merge(sites="component"))
+    assert replaced_forwards(pipe.unet) == forwards
+    assert sorted(vars(pipe.scheduler)) == names
+    assert torch.equal(tiny.draw(pipe), image)
+
+
+def replaced_forwards(module: nn.Module) -> set[str]:
+    return {name for name, each in module.named_modules() if "forward" in vars(each)}
 
 
 @pytest.mark.parametrize("call", [tokenmerge.apply, tokenmerge.remove, tokenmerge.summary])
@@ -136,20 +145,20 @@ def draw_refused(pipe: Any, message: str, **options: Any) -> None:
     assert torch.equal(tiny.draw(pipe), expected)
 
 
-@pytest.mark.parametrize("sites", ["component", "block", "span"])
+@pytest.mark.parametrize("techniques", MERGED, ids=told)
 @pytest.mark.parametrize("by_name", [True, False])
-def test_an_attention_mask_is_refused(sites: str, by_name: bool) -> None:
+def test_an_attention_mask_is_refused(techniques: list[Any], by_name: bool) -> None:
     pipe = tiny.build("sd")
     pipe.unet.eval()
     inputs = (tiny.noise(1, 4, 16, 16), 500, tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH))
     mask = torch.ones(1, 256)
-    unpatched = pipe.unet(*inputs).sample
-    apply(pipe, sites=sites)
+    plain = pipe.unet(*inputs).sample
+    tokenmerge.apply(pipe, techniques)
     with pytest.raises(TokenMergeError, match="attention_mask masks image tokens"):
         pipe.unet(*inputs, attention_mask=mask) if by_name else pipe.unet(*inputs, None, None, mask)
     pipe.unet(*inputs)
     tokenmerge.remove(pipe)
-    assert torch.equal(pipe.unet(*inputs).sample, unpatched)
+    assert torch.equal(pipe.unet(*inputs).sample, plain)
 
 
 def chunk_feed_forward(pipe: Any, size: int | None) -> None:
@@ -159,16 +168,16 @@ def chunk_feed_forward(pipe: Any, size: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])
-@pytest.mark.parametrize("sites", ["component", "block"])
-def test_chunked_feed_forward_is_refused_before_and_after_apply(kind: str, sites: str) -> None:
+@pytest.mark.parametrize("techniques", MERGED, ids=told)
+def test_chunked_feed_forward_is_refused_before_and_after_apply(kind: str, techniques: list[Any]) -> None:
     pipe = tiny.build(kind)
     chunk_feed_forward(pipe, 16)
     before = attributes(pipe)
     with pytest.raises(TokenMergeError, match="disable_forward_chunking"):
-        apply(pipe, sites=sites)
+        tokenmerge.apply(pipe, techniques)
     assert same(attributes(pipe), before)
     chunk_feed_forward(pipe, None)
-    apply(pipe, sites=sites)
+    tokenmerge.apply(pipe, techniques)
     merged = tiny.draw(pipe)
     chunk_feed_forward(pipe, 16)
     with pytest.raises(TokenMergeError, match="disable_forward_chunking"):
@@ -177,36 +186,78 @@ def test_chunked_feed_forward_is_refused_before_and_after_apply(kind: str, sites
     assert torch.equal(tiny.draw(pipe), merged)
 
 
-@pytest.mark.parametrize("sites", ["block", "span"])
-def test_ip_adapter_masks_are_refused_with_block_sites(sites: str) -> None:
-    pipe = apply(tiny.build("sdxl"), sites=sites)
+def test_the_ways_out_of_ip_adapter_masks_lead_out() -> None:
+    pipe = tiny.build("sdxl")
     masks = {"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]}
-    draw_refused(pipe, "use sites='component'", cross_attention_kwargs=masks)
+    for techniques in ([Merge()], [Merge(), Hold()]):
+        tokenmerge.apply(pipe, techniques)
+        draw_refused(
+            pipe, r"use Merge\(sites='component'\), .* or Hold, or leave the masks out", cross_attention_kwargs=masks
+        )
+    for techniques in ([Merge(sites="component")], [Hold()], [Hold(what="blocks")], [Merge(sites="component"), Hold()]):
+        tokenmerge.apply(pipe, techniques)
+        assert tiny.draw(pipe, steps=8, cross_attention_kwargs=masks).isfinite().all()
+    # Presets that merge whole blocks are turned into such by the same field.
+    tokenmerge.apply(pipe, "unet", sites="component")
+    assert tiny.draw(pipe, cross_attention_kwargs=masks).isfinite().all()
 
 
-@pytest.mark.parametrize("sites", ["component", "block"])
-def test_gligen_is_refused(sites: str) -> None:
-    pipe = apply(tiny.build("sdxl"), sites=sites)
+@pytest.mark.parametrize("techniques", MERGED, ids=told)
+def test_gligen_is_refused(techniques: list[Any]) -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), techniques)
     draw_refused(pipe, "'gligen'", cross_attention_kwargs={"gligen": {"boxes": torch.zeros(1, 1, 4)}})
 
 
-@pytest.mark.parametrize("kind", ["sd3-controlnet", "flux-controlnet"])
-def test_controlnet_between_blocks_is_refused_with_spans(kind: str) -> None:
-    pipe = tiny.build(kind)
-    unpatched = tiny.draw(pipe)
-    apply(pipe, sites="span")
-    with pytest.raises(TokenMergeError, match="use sites='block'"):
-        tiny.draw(pipe)
-    tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe), unpatched)
-
-
-def test_skipped_layers_are_refused_with_spans_and_work_with_blocks() -> None:
-    pipe = apply(tiny.build("sd3"), sites="span")
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold()]], ids=told)
+def test_layers_may_be_skipped(techniques: list[Any]) -> None:
+    pipe = tokenmerge.apply(tiny.build("sd3"), techniques)
     options = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
-    draw_refused(pipe, "skip_layers acts between blocks", **options)
-    apply(pipe, sites="block")
-    assert tiny.draw(pipe, steps=4, **options).isfinite().all()
+    skipped = tiny.draw(pipe, steps=8, **options)
+    assert skipped.isfinite().all()
+    assert not torch.equal(tiny.draw(pipe, steps=8), skipped)
+
+
+def test_todo_refuses_perturbed_attention_guidance() -> None:
+    """It adds values to queries one to one, and ToDo leaves fewer values."""
+    pipe = tiny.build("sdxl")
+    perturbed = StableDiffusionXLPAGPipeline(**pipe.components, add_watermarker=False, pag_applied_layers=["mid"])
+    perturbed.set_progress_bar_config(disable=True)
+    plain = tiny.draw(perturbed, pag_scale=3.0)
+    for techniques in ([presets()["todo"]], [presets()["todo"], Hold()]):
+        tokenmerge.apply(perturbed, techniques)
+        for _ in range(2):
+            with pytest.raises(TokenMergeError, match=r"perturbed-attention guidance \(PAG.* use another method"):
+                tiny.draw(perturbed, pag_scale=3.0)
+        # Both ways out.
+        pipe.unet.set_attn_processor(AttnProcessor2_0())
+        tokenmerge.apply(pipe, techniques)
+        assert tiny.draw(pipe).isfinite().all()
+    tokenmerge.apply(perturbed, "toma")
+    assert tiny.draw(perturbed, pag_scale=3.0).isfinite().all()
+    tokenmerge.remove(perturbed)
+    assert torch.equal(tiny.draw(perturbed, pag_scale=3.0), plain)
+
+
+def test_the_way_out_of_a_unet_without_transformer_blocks_under_noise_leads_out() -> None:
+    """As Kandinsky 2.2 has it: nothing to merge, and nothing to hold but its stages."""
+    unet = tiny.sd_unet(
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        block_out_channels=(8, 16),
+    )
+    pipe = tiny.build("sd", unet=unet, scheduler=DDPMScheduler())
+    for technique in (None, Hold(), Hold(what="blocks"), Merge(), "toma", [Merge(), Hold()]):
+        with pytest.raises(
+            TokenMergeError, match=r"use \w*\(?what='stages'\)?, under a scheduler that adds no noise, such as DDIM"
+        ):
+            tokenmerge.apply(pipe, technique)
+    with pytest.raises(TokenMergeError, match=r"adds noise .* use a scheduler that adds none, such as DDIMScheduler"):
+        tokenmerge.apply(pipe, Hold(what="stages"))
+    pipe.scheduler = tiny.ddim()
+    tokenmerge.apply(pipe, Hold(what="stages"))
+    assert tiny.draw(pipe, steps=8).isfinite().all()
+    assert tokenmerge.summary(pipe).steps["held"] > 0
 
 
 def test_regions_that_do_not_nest_are_refused_when_the_grid_is_known() -> None:
@@ -234,7 +285,7 @@ def test_ids_that_form_no_grid_are_refused() -> None:
 
 
 def test_a_block_called_by_itself_is_refused() -> None:
-    pipe = apply(tiny.build("sd"), sites="block")
+    pipe = apply(tiny.build("sd"))
     block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
     with pytest.raises(TokenMergeError, match="outside of its denoiser"):
         block(tiny.noise(1, 256, 8), encoder_hidden_states=tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH))
@@ -264,9 +315,9 @@ def test_caches_put_on_by_function_are_seen_too() -> None:
 
     cached = tiny.build("flux")
     apply_first_block_cache(cached.transformer, FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(TokenMergeError, match="a cache must come after merging"):
+    with pytest.raises(TokenMergeError, match="a cache must come after a technique"):
         apply(cached)
-    pipe = apply(tiny.build("sdxl"), ratio=0.5)
+    pipe = apply(tiny.build("sdxl"))
     broadcast = PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
     )
@@ -276,9 +327,7 @@ def test_caches_put_on_by_function_are_seen_too() -> None:
 
 
 def test_reference_images_are_not_merged_into_the_picture() -> None:
-    from tokenmerge.merging.grid import TokenGrid, partition_grids
-
     grids = (TokenGrid(8, 8), TokenGrid(6, 8))
     with pytest.raises(TokenMergeError, match="would be merged as one"):
-        partition_grids(grids, MergeConfig(regions="stripe", merge_regions="whole"))
-    assert partition_grids(grids, MergeConfig()).layout.tokens == 112
+        partition_grids(grids, Merge(regions="stripe", merge_regions="whole"))
+    assert partition_grids(grids, Merge()).layout.tokens == 112

@@ -375,29 +375,6 @@ def test_graphs_of_many_shapes_and_kinds_of_step_are_kept() -> None:
         tokenmerge.remove(pipe)
 
 
-def test_the_limit_of_graphs_is_given_back() -> None:
-    """With the last technique, whether it is removed or garbage-collected, and only if nobody has set another."""
-    config = torch._dynamo.config
-    with config.patch(recompile_limit=8):
-        first, second = tiny.short_sdxl_unet(), tiny.short_sdxl_unet()
-        tokenmerge.apply(first, Merge())
-        raised = config.recompile_limit
-        assert raised > 8
-        tokenmerge.apply(second, Hold(start=0.0))
-        tokenmerge.apply(second, Merge())
-        tokenmerge.remove(first)
-        assert config.recompile_limit == raised
-        del second
-        assert config.recompile_limit == 8
-        tokenmerge.apply(first, Merge())
-        config.recompile_limit = 100
-        tokenmerge.remove(first)
-        assert config.recompile_limit == 100
-    with config.patch(recompile_limit=1000):
-        tokenmerge.remove(tokenmerge.apply(first, Merge()))
-        assert config.recompile_limit == 1000
-
-
 @pytest.mark.parametrize("made_in_inference_mode", [False, True])
 def test_compiled_code_takes_what_a_recording_owns_for_what_was_given(made_in_inference_mode: bool) -> None:
     pipe = build("sdxl")
