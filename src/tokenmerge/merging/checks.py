@@ -34,8 +34,8 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
     if perturbed:
         raise TokenMergeError(
             f"perturbed-attention guidance ({perturbed[0]}) adds values to queries one to one, and method "
-            f"{technique.method!r} leaves fewer values; use another method, or a pipeline without it (a call that failed "
-            "leaves its attention processors on the model: set the usual ones again)"
+            f"{technique.method!r} leaves fewer values; use another method, or a pipeline without it (a call that "
+            "failed leaves its attention processors on the model: set the usual ones again)"
         )
 
 
