@@ -99,8 +99,8 @@ class GraphedForward:
         self._failed: set[Hashable] = set()  # could not be recorded once, and may be tried again
         self._refused: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
-        self._forward = types.MethodType(GraphedForward.run, self)
-        denoiser.forward = self._forward
+        # Not kept here, too: in a circle, all that was recorded would wait for the garbage collector.
+        denoiser.forward = types.MethodType(GraphedForward.run, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TokenMergeError("a model cannot be copied while it replays CUDA graphs; call uncompile first")
@@ -129,7 +129,7 @@ class GraphedForward:
         return tuple(dict.fromkeys(each for each in (self._obstacle, *self._refused.values()) if each))
 
     def undo(self) -> None:
-        if vars(self._denoiser).get("forward") is not self._forward:
+        if getattr(vars(self._denoiser).get("forward"), "__self__", None) is not self:
             raise TokenMergeError("the denoiser's forward was replaced after compile; undo that first, then uncompile")
         if self._before is None:
             del self._denoiser.forward
