@@ -249,10 +249,6 @@ def build(kind: str, **parts: Any) -> Any:
     return pipe
 
 
-# Merging at every step: what undoes the window and the anchors of the default presets.
-PLAIN: dict[str, Any] = {"start": 0.0, "anchor_every": 0, "gap": "last", "trust": 1.0, "merge": "mean"}
-
-
 def denoiser_of(pipe: Any) -> nn.Module:
     return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
 
