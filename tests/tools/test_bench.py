@@ -199,13 +199,27 @@ def test_random_models_have_their_real_size(name: str, billions: float) -> None:
 
 def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results.jsonl"
-    arguments = ["bench", "--sizes", "32x32,32x64", "--warmups", "0", "--repeats", "2", "--steps", "6", "--loops", "1"]
-    arguments += ["--rounds", "2", "--techniques", "dit:skip_first=0", "dit:ratio=0.5 + hold:extrapolate=sigma"]
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-sdxl",
+        "--sizes",
+        "64x64,64x96",
+        "--warmups",
+        "0",
+        "--repeats",
+        "2",
+        "--steps",
+        "6",
+        "--loops",
+        "1",
+    ]
+    arguments += ["--rounds", "2", "--techniques", "unet:merge=pick", "unet:ratio=0.5 + hold:extrapolate=sigma"]
     assert main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     records = bench.read(out)
-    merged = "dit:skip_first=0,ratio=0.5"
-    labels = ["none", f"lower-bound of {merged}", merged, "dit:ratio=0.5 + hold:extrapolate=sigma"]
+    merged = "unet:merge=pick,ratio=0.5"
+    labels = ["none", f"lower-bound of {merged}", merged, "unet:ratio=0.5 + hold:extrapolate=sigma"]
     assert [record["label"] for record in records] == (labels + labels[::-1]) * 2
     assert all(label in printed for label in labels)
     for record in records:
@@ -221,7 +235,7 @@ def _check(record: dict[str, Any]) -> None:
     assert record["laps_ms"].keys() == record["steps_by_phase"].keys()
     assert all(len(laps) == 2 for laps in record["laps_ms"].values())
     assert len(record["loop_ms"]) == 1
-    assert record["command"].startswith("tokenmerge bench --sizes 32x32,32x64")
+    assert record["command"].startswith("tokenmerge bench --model tiny-sdxl")
     assert "--out" not in record["command"]
     assert record["environment"]["torch"] == torch.__version__
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import tiny
 import tokenmerge
-from tokenmerge import TokenMergeError
+from tokenmerge import Merge, TokenMergeError
+from tokenmerge.runtime.foreign import cache_hooks
 from tokenmerge.tools.caches import calibrate, disable_cache, enable_cache, read_cache, try_cache
-from tokenmerge.tools.loading import load_pipeline
-from tokenmerge.tools.drawing.generate import Request, draw
-from tokenmerge.runtime.installing import cache_hooks
 from tokenmerge.tools.drawing.pictures import to_tensor
+from tokenmerge.tools.drawing.request import Request, draw
+from tokenmerge.tools.loading import load_pipeline
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -33,8 +33,8 @@ def flux() -> tuple[Any, Any]:
 
 def picture(flux: tuple[Any, Any], seed: int = 0, guidance: float | None = None) -> Tensor:
     pipe, defaults = flux
-    request = Request(f"a photo of flower {seed}", STEPS, 64, 64, (), guidance, defaults)
-    (made,), _ = draw(pipe, request, (seed,), STEPS, CPU)
+    request = Request(f"a photo of flower {seed}", STEPS, 64, 64, guidance, defaults)
+    (made,), _ = draw(pipe, request, (seed,))
     return to_tensor(made)
 
 
@@ -80,11 +80,12 @@ def typed(value: Any) -> str:
     ("text", "words"),
     [
         ("", "a cache is empty; write it as in first-block:threshold=0.1"),
-        ("second-block", "'second-block' is unknown; choose from first-block, mag, taylorseer, faster"),
+        ("second-block", "is unknown (did you mean 'first-block'?); choose from first-block, mag, taylorseer, faster"),
         ("first-block + mag", "'first-block + mag' is unknown"),
-        ("first-block:mag_ratios=1", "no field 'mag_ratios' to set; fields are threshold"),
-        ("mag:mag_ratios=1", "fields are threshold, max_skip_steps, retention_ratio"),
-        ("mag:max_skip_steps=1.5", "max_skip_steps cannot be '1.5'"),
+        ("first-block:mag_ratios=1", "no field 'mag_ratios'; its fields are threshold"),
+        ("mag:mag_ratios=1", "its fields are threshold, max_skip_steps, retention_ratio"),
+        ("mag:treshold=1", "(did you mean 'threshold'?)"),
+        ("mag:max_skip_steps=1.5", "max_skip_steps: '1.5' is not a whole number, as in 3"),
         ("mag:threshold=0.1,threshold=0.2", "gives threshold twice"),
         ("mag:retention_ratio=1.5", "retention_ratio is 1.5; it must be from 0 to 1"),
         ("first-block:threshold=-1", "threshold is -1; it must be 0 or more"),
@@ -127,7 +128,7 @@ def test_a_picture_does_not_depend_on_those_before_it(
     cache = read_cache(text)
     ratios = calibrate(pipe, partial(picture, flux, guidance=guidance), STEPS) if cache.calibrated else None
     if merged:
-        tokenmerge.apply(pipe, **tiny.PLAIN, ratio=0.5)
+        tokenmerge.apply(pipe, Merge(ratio=0.5))
     uncached = picture(flux, guidance=guidance)
     enable_cache(pipe, cache, STEPS, ratios)
     first = picture(flux, guidance=guidance)
@@ -191,7 +192,7 @@ def test_a_cache_that_does_not_go_with_the_model_is_refused(
 ) -> None:
     pipe, _ = flux
     if ratio:
-        tokenmerge.apply(pipe, **tiny.PLAIN, ratio=ratio)
+        tokenmerge.apply(pipe, Merge(ratio=ratio))
     try:
         with pytest.raises(TokenMergeError, match=words):
             try_cache(pipe, read_cache(text), partial(picture, flux), STEPS)

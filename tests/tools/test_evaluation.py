@@ -23,36 +23,35 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+from interrupts import interrupt
+from judges import write_networks
 from PIL import Image, ImageColor
 from skimage.color import rgb2lab
 
-from interrupts import interrupt
-from judges import write_networks
-from test_readme import save_sdxl
-from tokenmerge import TokenMergeError, cli, files, measure
-from tokenmerge.families import caches
-from tokenmerge.tools.loading import load_pipeline
-from tokenmerge.presets import Defaults, load_preset
-from tokenmerge.tools.cli.main import main
+from saved import save_sdxl
+from tokenmerge import TokenMergeError
+from tokenmerge.tools import caches, files, measure
+from tokenmerge.tools.cli.main import main, parser
+from tokenmerge.tools.drawing.request import draw
 from tokenmerge.tools.evaluation import plots, table
-from tokenmerge.tools.evaluation.configurations import read_configurations
 from tokenmerge.tools.evaluation.folder import Folder
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.evaluation.results import Results, Row
 from tokenmerge.tools.evaluation.run import Task, evaluate
-from tokenmerge.tools.paper.studies import STUDIES, Study
-from tokenmerge.tools.drawing.generate import Request, draw
+from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.measure import timed_calls
+from tokenmerge.tools.paper.studies import STUDIES, Study
 from tokenmerge.tools.quality.metrics import BY_NAME
 from tokenmerge.tools.quality.networks import Sources
 from tokenmerge.tools.quality.statistics import Estimate
+from tokenmerge.tools.typed import read_configurations
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
-CONFIGURATIONS = ("dit:ratio=0.5", "toma-stripe:ratio=0.25")
+CONFIGURATIONS = ("dit:ratio=0.5 + hold:start=0", "toma-stripe:ratio=0.25")
 # Of the metrics of the report, those whose networks `judges` makes.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
-KILLS = 20
+KILLS = 10
 TIMES = ("seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up")
 WHERE = {"device": "a machine", "torch": "one"}
 
@@ -76,14 +75,14 @@ def task(networks: Path, **changes: Any) -> Task:
     """An evaluation of 18 small pictures."""
     given = {
         "seeds": SEEDS,
-        "steps": 1,
-        "size": "64x64",
+        "steps": 2,
+        "size": (64, 64),
         "metrics": METRICS,
         "sources": Sources(networks),
         "repeats": 1,
         "device": "cpu",
     }
-    return Task("tiny-flux", CONFIGURATIONS, PROMPTS, **{**given, **changes})
+    return Task(**{"model": "tiny-flux", "techniques": CONFIGURATIONS, "prompts": PROMPTS, **given, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +107,19 @@ def comparable(out: Path) -> dict[str, Any]:
             kept[name] = re.sub(r"^(\| [^|]+ \|)(?: [^|]+ \|){4}", r"\1", path.read_text(), flags=re.MULTILINE)
         elif name == "results.jsonl":
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            kept[name] = [{key: line[key] for key in line if key not in ("timing", *TIMES)} for line in lines]
+            kept[name] = [
+                {key: _without_commit(line[key]) for key in line if key not in ("timing", *TIMES)} for line in lines
+            ]
+        elif name == "run.json":
+            kept[name] = {key: _without_commit(value) for key, value in json.loads(path.read_text()).items()}
         else:
             kept[name] = path.read_bytes()
     return kept
+
+
+def _without_commit(value: Any) -> Any:
+    """Somebody may commit while tests run."""
+    return {key: item for key, item in value.items() if key != "commit"} if isinstance(value, dict) else value
 
 
 def work(networks: Path, out: Path) -> None:
@@ -141,6 +149,7 @@ def test_what_an_evaluation_writes(finished: Path) -> None:
         assert result["timing"]["batch"] == 1
         assert (result["prompts"], result["seeds"], result["model"]) == (3, 2, "tiny-flux")
     assert "-> 32" in results[1]["timing"]["tokens"]
+    assert [result["kinds"] for result in results] == [{}, {"merged": 1, "held": 1}, {"merged": 2}]
     assert {path.stem for path in (finished / "plots").iterdir()} == set(METRICS)
     assert not list(finished.rglob("*.partial"))
     header, _, *rows = (finished / "table.md").read_text().splitlines()
@@ -178,12 +187,12 @@ def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
 ) -> None:
     """One configuration, one prompt, one seed, in another order than above: the same bytes."""
     alone = Task(
-        "tiny-flux",
-        CONFIGURATIONS[1:],
-        PROMPTS[2:],
+        model="tiny-flux",
+        techniques=CONFIGURATIONS[1:],
+        prompts=PROMPTS[2:],
         seeds=SEEDS[1:],
-        steps=1,
-        size="64x64",
+        steps=2,
+        size=(64, 64),
         metrics=("mse",),
         repeats=0,
         device="cpu",
@@ -254,8 +263,8 @@ def test_two_processes_write_what_one_does(finished: Path, networks: Path, tmp_p
     # What its name does not say: it starts processes without GPUs too, and without it accelerate starts one.
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
     launch += " --dynamo_backend no --main_process_port 0 -m tokenmerge eval"
-    command = [sys.executable, "-m", *launch.split(), "--configs", *CONFIGURATIONS]
-    command += ["--prompts", str(tmp_path / "prompts.json"), "--seeds", "0,7", "--steps", "1"]
+    command = [sys.executable, "-m", *launch.split(), "--techniques", *CONFIGURATIONS]
+    command += ["--prompts", str(tmp_path / "prompts.json"), "--seeds", "0,7", "--steps", "2"]
     command += ["--size", "64x64", "--metrics", ",".join(METRICS), "--networks", str(networks), "--repeats", "1"]
     command += ["--device", "cpu", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
@@ -277,7 +286,7 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
     with pytest.raises(TokenMergeError, match="add --resume"):
         evaluate(task(networks), finished)
     for changes, words in (
-        ({"steps": 2}, "begun with steps 1, not 2"),
+        ({"steps": 3}, "begun with steps 2, not 3"),
         ({"seeds": (0, 8)}, "begun with seeds"),
         ({"metrics": ("mse",)}, "begun with networks"),
         ({"dtype": "bfloat16"}, "begun with dtype"),
@@ -338,7 +347,7 @@ def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path
     cached = tuple(f"{name}@none + {name}" for name in caches._KINDS)
     small = replace(
         task(networks, steps=2, seeds=(0,), guidance=1.0, metrics=("mse",), repeats=0),
-        configurations=cached,
+        techniques=cached,
         prompts=PROMPTS[:1],
     )
     begun = evaluate(small, tmp_path)
@@ -350,7 +359,7 @@ def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path
     assert kept_files(tmp_path) == before
     changed = [f"{item}:spatial_attention_block_skip_range=3" if "faster" in item else item for item in cached]
     with pytest.raises(TokenMergeError, match="begun with caches faster"):
-        evaluate(replace(small, configurations=changed), tmp_path, resume=True)
+        evaluate(replace(small, techniques=changed), tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -377,7 +386,9 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
         (["hold", "dit"], ["hold"], "with hold, dit; dit is left out now"),
         (["hold", "dit"], ["toma", "pool"], "; toma, pool were not among them, and hold, dit are left out now"),
         ([], ["hold"], "with none; hold was not among them"),
-        (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m schedule start 0.2, not 0.1"),
+        (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m merge start 0.2, not 0.1"),
+        (["m@toma + hold"], ["m@toma + hold:every=4"], "with configurations m hold every 3, not 4"),
+        (["m@toma"], ["m@toma + hold"], "without configurations m hold"),
         (
             [f"toma:seed={seed}" for seed in range(8)],
             ["hold"],
@@ -387,8 +398,8 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
 )
 def test_other_configurations_are_told_by_name(tmp_path: Path, begun: list[str], now: list[str], words: str) -> None:
     def settings(typed: list[str]) -> dict[str, Any]:
-        made = read_configurations(typed, None, Defaults("dit"))
-        return {"configurations": {item.label: item.config.to_dict() for item in made}, "environment": {}}
+        made = read_configurations(typed)
+        return {"configurations": {item.label: item.techniques.to_list() for item in made}, "environment": {}}
 
     Folder(tmp_path).begin(settings(begun), resume=False)
     with pytest.raises(TokenMergeError) as caught:
@@ -422,6 +433,16 @@ def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path)
     assert picture.read_bytes() == (finished / "images" / "none" / picture.name).read_bytes()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_evaluation_of_version_0_1_is_not_gone_on_with(networks: Path, tmp_path: Path, resume: bool) -> None:
+    """It kept a config of another form for each configuration."""
+    old = {"none": {"method": "none", "schedule": {"anchor_every": 0}}, "hold": {"method": "hold", "schedule": {}}}
+    files.write_text(tmp_path / "run.json", json.dumps({"configurations": old, "environment": {}}))
+    with pytest.raises(TokenMergeError, match=r"holds an evaluation of tokenmerge 0\.1, .*; give another --out"):
+        evaluate(task(networks, metrics=("mse",), repeats=0), tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
 @pytest.mark.parametrize("kept", ["images/none/0000-0-a.png", "values/none/0000-0-a.json", "timing/none/0000.json"])
 @pytest.mark.parametrize("resume", [False, True])
 def test_files_that_nothing_says_the_settings_of_are_refused(tmp_path: Path, kept: str, resume: bool) -> None:
@@ -448,20 +469,21 @@ def _to_full_disk() -> None:
         file.write(b"x" * 4096)
 
 
-def test_steps_too_few_to_merge_are_told(networks: Path, tmp_path: Path) -> None:
+def test_steps_too_few_to_save_are_told(networks: Path, tmp_path: Path) -> None:
     small = task(networks, steps=2, seeds=(0,), metrics=("mse",), repeats=0)
-    small = replace(small, configurations=("default", "plain@default:start=0,anchor_every=0"), prompts=PROMPTS[:1])
-    results = evaluate(small, tmp_path)
+    typed = ("hold", "dit", "at once@hold:start=0", "both@dit + hold:start=0")
+    results = evaluate(replace(small, techniques=typed, prompts=PROMPTS[:1]), tmp_path)
     assert results is not None
-    assert [row.modes for row in results.rows] == [{}, {"full": 1, "anchor": 1}, {"merged": 2}]
+    kinds = [{}, {"full": 2}, {"merged": 2}, {"full": 1, "held": 1}, {"merged": 1, "held": 1}]
+    assert [row.kinds for row in results.rows] == kinds
     (told,) = [note for note in table.notes(results) if "nothing was saved" in note]
-    assert told.startswith("default: ")
+    assert told.startswith("hold: ")
     assert told in (tmp_path / "table.md").read_text()
 
 
 def test_calls_that_no_graph_replays_are_told(networks: Path, tmp_path: Path) -> None:
     small = task(networks, steps=1, seeds=(0,), metrics=("mse",), repeats=1)
-    results = evaluate(replace(small, configurations=("tomesd",), prompts=PROMPTS[:1]), tmp_path)
+    results = evaluate(replace(small, techniques=("tomesd",), prompts=PROMPTS[:1]), tmp_path)
     assert results is not None
     assert not any("CUDA graph" in note for note in table.notes(results))
     plain, merged = results.rows
@@ -505,11 +527,11 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def watched(pipe: Any, request: Request, seeds: Any, steps: int, device: torch.device) -> Any:
+    def watched(pipe: Any, request: Any, seeds: Any) -> Any:
         sizes.append(len(seeds))
-        return draw(pipe, request, seeds, steps, device)
+        return draw(pipe, request, seeds)
 
-    monkeypatch.setattr("tokenmerge.tools.evaluation.run.draw", watched)
+    monkeypatch.setattr("tokenmerge.tools.drawing.studio.draw", watched)
     results = evaluate(task(networks, metrics=("mse",), batch=3, repeats=2), tmp_path)
     assert results is not None
     # Every lap comes after a batch that does not count.
@@ -531,7 +553,7 @@ def test_laps_come_in_turn_and_only_missing_ones_are_made(
 
     monkeypatch.setattr("tokenmerge.tools.evaluation.run.write_text", watched)
     evaluate(asked, tmp_path)
-    folders = ["none", *(item.replace(":", "_") for item in CONFIGURATIONS)]
+    folders = [item.folder for item in read_configurations(CONFIGURATIONS)]
     assert written == [f"{lap} {folder}" for lap in ("0000", "0001") for folder in folders]
     lost = [
         tmp_path / "timing" / folder / f"{lap}.json" for folder, lap in ((folders[2], "0000"), (folders[0], "0001"))
@@ -570,118 +592,16 @@ def test_the_time_of_a_call_is_that_of_the_module_alone() -> None:
     assert all(20 <= lap < 500 for lap in laps)
 
 
-def test_configurations_as_typed(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("ratio: 0.3\nregions: whole\n")
-    typed = [
-        "toma:ratio=0.25,regions=tile:8x8,components=self_attention,mlp,start=0.2",
-        f"{tmp_path}/my.yaml",
-        "none",
-        "default",
-        "mine@toma:regions=whole",
-        "fixed one@toma:ratio=0.1",
-    ]
-    made = read_configurations(typed, (0.5, 0.75), Defaults("dit"))
-    assert [item.label for item in made] == [
-        "none",
-        typed[0],
-        f"{typed[1]}:ratio=0.5",
-        f"{typed[1]}:ratio=0.75",
-        "default:ratio=0.5",
-        "default:ratio=0.75",
-        "mine:ratio=0.5",
-        "mine:ratio=0.75",
-        "fixed one",
-    ]
-    assert [item.config.ratio for item in made[6:]] == [0.5, 0.75, 0.1]
-    assert read_configurations(["default"], None, Defaults("dit"))[1].config == load_preset("hold")
-    unet = Defaults("unet", "unet-hold")
-    assert read_configurations(["default"], None, unet)[1].config == load_preset("unet-hold")
-    assert len(read_configurations(["default:method=hold"], (0.5, 0.75), Defaults("dit"))) == 2
-    assert made[6].series == made[7].series == "mine"
-    assert len(read_configurations([f"{'long' * 99}@toma"], None, Defaults("dit"))[1].folder) < 120
-    first = made[1].config
-    assert (first.ratio, first.regions, first.components) == (0.25, "tile:8x8", ("self_attention", "mlp"))
-    assert (first.merge_regions, first.schedule.start) == ("whole", 0.2)
-    assert made[2].config.regions == "whole"
-    assert made[4].config.skip_first == 0.25
-    assert made[4].series == made[5].series == "default"
-    assert made[1].series == "toma:regions=tile:8x8,components=self_attention,mlp,start=0.2"
-    assert len({item.folder for item in made}) == len(made)
-    assert all(item.cache is None for item in made)
-    assert all(re.fullmatch(r"[\w.=+-]+", item.folder) for item in made)
-
-
-@pytest.mark.parametrize("name", ["step_ratios", "block_ratios"])
-def test_ratios_of_parts_are_not_swept(name: str) -> None:
-    typed = [f"default:{name}=0.25,0.75", "unet"]
-    _, parts, *swept = read_configurations(typed, (0.5, 0.75), Defaults("dit"))
-    assert (parts.label, parts.knobs) == (typed[0], (0.25, 0.75))
-    assert [item.knobs for item in swept] == [(0.5,), (0.75,)]
-    assert plots._removed(Row(parts, {}, {}, {})) == 0.5
-    with pytest.raises(TokenMergeError, match=f"ratio is 0.25, and {name} gives other ratios"):
-        read_configurations([f"{typed[0]},ratio=0.25"], None, Defaults("dit"))
-
-
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
-def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
+def test_fronts_are_lists_of_techniques(model: str, preset: str) -> None:
     """The files that `tokenmerge eval @FILE` is to be run with."""
-    path = Path(__file__).parents[1] / "benchmarks" / "fronts" / f"{model}.args"
-    options = cli._parser().parse_args(["eval", f"@{path}"])
-    assert (options.model, options.size, options.batch) == (model, "512x512", 16)
-    found = read_configurations(options.configs, None, Defaults(preset))
-    assert len(found) == len(options.configs) + 1
-    assert {"toma:ratio=0.5", f"{preset}:ratio=0.5"} <= {item.label for item in found}
-
-
-def test_caches_as_typed_with_configurations() -> None:
-    typed = [
-        "toma:regions=whole + first-block:threshold=0.1",
-        "none + first-block:threshold=0.2",
-        "none + first-block:threshold=0.3",
-        "fast@default:ratio=0.5 + mag:threshold=0.06,max_skip_steps=3",
-        "none + taylorseer",
-    ]
-    made = read_configurations(typed, (0.25, 0.75), Defaults("dit"))[1:]
-    assert [item.label for item in made] == [
-        "toma:regions=whole,ratio=0.25 + first-block:threshold=0.1",
-        "toma:regions=whole,ratio=0.75 + first-block:threshold=0.1",
-        *typed[1:3],
-        "fast",
-        typed[4],
-    ]
-    series = ["toma:regions=whole + first-block"] * 2 + ["none + first-block"] * 2 + ["fast", "none + taylorseer"]
-    assert [item.series for item in made] == series
-    assert [item.knobs for item in made] == [(0.25, 0.1), (0.75, 0.1), (0.2,), (0.3,), (0.5, 0.06), ()]
-    assert [item.merges for item in made] == [True, True, False, False, True, False]
-    assert made[4].cache is not None
-    assert made[4].cache.to_dict() == {"name": "mag", "threshold": 0.06, "max_skip_steps": 3, "retention_ratio": 0.2}
-    assert len({item.folder for item in made}) == len(made)
-
-
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        (["nothing"], "preset 'nothing' is unknown"),
-        (["defualt"], "preset 'defualt' is unknown (did you mean 'default'?); use one of toma, "),
-        (["nothing"], ", dit-anchored, default, or the path of"),
-        (["toma-tiles"], "(did you mean 'toma-tile'?)"),
-        (["toma:colour=red"], "no field 'colour'"),
-        (["toma:ratoi=0.5"], "no field 'ratoi' (did you mean 'ratio'?)"),
-        (["toma:ratio=much"], "ratio cannot be 'much'"),
-        (["toma:ratio=2"], "ratio is 2.0"),
-        (["toma:ratio=0.5,ratio=0.6"], "gives ratio twice"),
-        (["toma", "toma"], "are the same"),
-        (["toma:ratio=0.5", "toma"], "are the same"),
-        (["none + mag", "other@none + mag:threshold=0.06"], "are the same"),
-        (["toma + "], "a cache is empty"),
-        (["toma + mag + first-block"], "cache 'mag + first-block' is unknown"),
-        ([" "], "is empty"),
-        (["absent.yaml"], "is not there"),
-    ],
-)
-def test_configurations_that_cannot_be(typed: list[str], words: str) -> None:
-    with pytest.raises(TokenMergeError, match=re.escape(words)):
-        read_configurations(typed, None, Defaults("unet"))
+    path = Path(__file__).parents[2] / "benchmarks" / "fronts" / f"{model}.args"
+    options = parser().parse_args(["eval", f"@{path}"])
+    assert (options.model, options.size, options.batch) == (model, (512, 512), 16)
+    found = read_configurations(options.techniques)
+    assert len(found) == len(options.techniques) + 1
+    wanted = {"toma:ratio=0.5", f"{preset}:ratio=0.5", "hold:every=3", f"{preset}:ratio=0.5 + hold:every=3"}
+    assert wanted <= {item.label for item in found}
 
 
 @pytest.mark.parametrize(
@@ -740,19 +660,17 @@ def test_a_prompt_file_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--configs", "default:levels=2"], "only one"),
-        (["--seeds", "1,1"], "different numbers"),
+        (["--techniques", "dit:levels=2"], "only one"),
+        (["--techniques", "hold", "--ratios", "0.5"], "there is only hold"),
+        (["--seeds", "1,1"], "--seeds are 1, 1; give different ones"),
         (["--batch", "0"], "1 or more"),
-        (["--steps", "0"], "1 or more"),
         (["--metrics", "sscd", "--networks", "."], "whose network is missing"),
         (["--metrics", "beauty"], "choose from"),
         (["--networks", "absent"], "is not a folder"),
         (["--number", "1", "--metrics", "fid", "--networks", "NETWORKS"], "two pictures or more"),
         (["--reference", "absent", "--metrics", "mse"], "is not a folder"),
-        (["--compile", "graphs"], "use --compile blocks"),
-        (["--configs", "default + mag", "--compile"], "leave out --compile"),
-        (["--configs", "none + taylor"], "choose from first-block"),
-        (["--configs", "default:ratio=0.5 + first-block"], "use skip_first=1"),
+        (["--techniques", "none + mag", "--compile"], "leave out --compile"),
+        (["--techniques", "none + taylor"], "(did you mean 'taylorseer'?)"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -792,13 +710,13 @@ def test_a_study_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_refused_configuration_is_an_error_or_told(networks: Path, tmp_path: Path) -> None:
     asked = task(networks, metrics=("mse",), repeats=0)
-    wrong = ("default:levels=2", *CONFIGURATIONS)
-    with pytest.raises(TokenMergeError, match=r"'default:levels=2' is refused: .* only one"):
-        evaluate(replace(asked, configurations=wrong), tmp_path / "error")
-    results = evaluate(replace(asked, configurations=wrong, tell_refused=True), tmp_path / "told")
+    wrong = ("dit:levels=2", *CONFIGURATIONS)
+    with pytest.raises(TokenMergeError, match=r"'dit:levels=2' is refused: .* only one"):
+        evaluate(replace(asked, techniques=wrong), tmp_path / "error")
+    results = evaluate(replace(asked, techniques=wrong, tell_refused=True), tmp_path / "told")
     assert results is not None
     assert [row.configuration.label for row in results.rows] == ["none", *CONFIGURATIONS]
-    assert "default:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
+    assert "dit:levels=2 is refused: " in (tmp_path / "told" / "table.md").read_text()
 
 
 CACHED = (
@@ -811,8 +729,8 @@ CACHED = (
 def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -> None:
     """Pictures do not depend on their order, and what was calibrated is kept."""
     given = {"metrics": ("mse",), "steps": 6, "repeats": 1, "tell_refused": True}
-    refused = ("default + mag", "default:ratio=0.5 + taylorseer", "none + faster")
-    asked = replace(task(networks, **given), configurations=(*CACHED, *refused), prompts=PROMPTS[:2], seeds=(0,))
+    refused = ("hold + mag", "dit + taylorseer", "none + faster")
+    asked = replace(task(networks, **given), techniques=(*CACHED, *refused), prompts=PROMPTS[:2], seeds=(0,))
     results = evaluate(asked, tmp_path / "all")
     assert results is not None
     labels = ["none", *CACHED[:2], "fast"]
@@ -827,10 +745,8 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
     assert len(set(drifts)) == 3
     assert all(drift > 0 for drift in drifts)
     told = (tmp_path / "all" / "table.md").read_text()
-    assert "default + mag is refused: a cache (mag_cache_leader_block_hook) skips steps" in told
-    assert (
-        "default:ratio=0.5 + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
-    )
+    assert "hold + mag is refused: a cache (mag_cache_leader_block_hook) skips steps" in told
+    assert "dit + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
     assert "none + faster is refused: the faster cache takes every call for the next step" in told
     ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
     assert len(ratios) == 6
@@ -847,7 +763,7 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
     assert {path: after[0][path] for path in before[0]} == before[0]
     assert after[1] == before[1]
 
-    evaluate(replace(asked, configurations=(CACHED[1], CACHED[0])), tmp_path / "turned")
+    evaluate(replace(asked, techniques=(CACHED[1], CACHED[0])), tmp_path / "turned")
     for folder in (tmp_path / "turned" / "images").iterdir():
         for picture in folder.iterdir():
             assert picture.read_bytes() == (tmp_path / "all" / "images" / folder.name / picture.name).read_bytes()
@@ -863,13 +779,11 @@ def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pyt
         seen.append(weakref.ref(pipe.transformer))
         return pipe, defaults
 
-    monkeypatch.setattr("tokenmerge.tools.evaluation.run.load_pipeline", load)
+    monkeypatch.setattr("tokenmerge.tools.drawing.studio.load_pipeline", load)
     gc.disable()
     try:
-        small = Task(
-            "tiny-flux", ("toma",), PROMPTS[:1], steps=1, size="64x64", metrics=("mse",), repeats=0, device="cpu"
-        )
-        evaluate(small, tmp_path)
+        given = {"model": "tiny-flux", "techniques": ("toma",), "prompts": PROMPTS[:1], "device": "cpu"}
+        evaluate(Task(**given, steps=1, size=(64, 64), metrics=("mse",), repeats=0), tmp_path)
         # Before the next collection that comes by itself.
         kept = [each() is not None for each in seen]
     finally:
@@ -877,26 +791,63 @@ def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert kept == [False]
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_seeds_that_no_generator_takes_are_refused(seed: int) -> None:
-    with pytest.raises(TokenMergeError, match=f"must be from 0 to {2**63 - 1}"):
-        Task("tiny-flux", ("toma",), PROMPTS, seeds=(0, seed))
-
-
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     model = str(save_sdxl(tmp_path / "sdxl"))
-    asked = Task(model, ("default",), PROMPTS[:2], steps=4, size="64x64", metrics=("mse",), batch=2, device="cpu")
-    results = evaluate(asked, tmp_path / "out")
+    given = {"model": model, "prompts": PROMPTS[:2], "device": "cpu"}
+    results = evaluate(Task(**given, steps=4, size=(64, 64), metrics=("mse",), batch=2), tmp_path / "out")
     assert results is not None
-    assert results.rows[1].estimates["mse"].mean > 0
+    # Without techniques, those of the family.
+    assert [row.configuration.label for row in results.rows] == ["none", "unet", "hold", "unet + hold"]
+    assert all(row.estimates["mse"].mean > 0 for row in results.rows[1:])
 
 
-def test_plots_stay_readable_with_many_and_long_names(
-    networks: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    many = tuple(f"{'long ' * 40}{number}@default:ratio={number / 100}" for number in range(30, 60))
-    evaluate(replace(task(networks, metrics=("mse",), repeats=0), configurations=many, prompts=PROMPTS[:1]), tmp_path)
-    assert (tmp_path / "plots" / "mse.png").is_file()
+def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:
+    """The plot of configurations that took so long and drifted so far; the first is the plain one."""
+    made = read_configurations(labels)
+    rows = [
+        Row(item, {"mse": Estimate(drift, 3.0)}, {"denoiser_seconds": seconds, "batch": 1}, {})
+        for item, seconds, drift in zip(made, times, drifts, strict=True)
+    ]
+    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
+    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
+    # What a plot does not need is not there.
+    results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
+    series = dict.fromkeys(row.configuration.series for row in rows[1:])
+    drawn = plots._draw(results, BY_NAME["mse"], {name: plots.series_style(place) for place, name in enumerate(series)})
+    drawn.draw_without_rendering()
+    return drawn
+
+
+def test_points_of_a_plot_tell_their_ratio_or_how_often_steps_run() -> None:
+    labels = ["hold:every=2", "hold:every=5", "dit:ratio=0.5", "dit:ratio=0.5 + hold", "none + mag:threshold=0.1"]
+    drawn = drawn_plot(labels, [1.0, 0.6, 0.3, 0.7, 0.4, 0.5], [0.0, 5.0, 20.0, 90.0, 95.0, 40.0])
+    (axes,) = drawn.axes
+    texts = {text.get_text(): text.xy for text in axes.texts}
+    # Held steps are apart in time, and no point claims that tokens were removed which were not.
+    assert texts == {
+        "every 2": (0.6, 5.0),
+        "every 5": (0.3, 20.0),
+        "0.5": (0.7, 90.0),
+        "0.5, every 3": (0.4, 95.0),
+        "threshold 0.1": (0.5, 40.0),
+    }
+    assert axes.get_xlabel() == "denoiser seconds per picture, in batches of 1"
+    told = drawn._suptitle.get_text()
+    assert told == "MSE: mean squared difference of pixels, 0-255; plain numbers are ratios of tokens removed"
+    held = drawn_plot(["hold"], [1.0, 0.5], [0.0, 5.0])
+    assert "tokens" not in held._suptitle.get_text()
+
+
+def test_without_times_there_is_nothing_to_plot_quality_against(networks: Path, tmp_path: Path) -> None:
+    small = task(networks, metrics=("mse",), repeats=0, seeds=(0,))
+    evaluate(replace(small, techniques=("hold:every=2", "hold:every=5"), prompts=PROMPTS[:1]), tmp_path)
+    assert not list(tmp_path.glob("plots/*"))
+    assert "Quality against cost" not in (tmp_path / "report.html").read_text()
+
+
+def test_plots_stay_readable_with_many_and_long_names(recwarn: pytest.WarningsRecorder) -> None:
+    many = [f"{'long ' * 40}{number}@dit:ratio={number / 100}" for number in range(30, 60)]
+    drawn_plot(many, [1.0 + place / 7 for place in range(31)], [float(place % 5) for place in range(31)])
     # matplotlib warns where no place is left for the plot itself.
     assert not [str(item.message) for item in recwarn if "layout" in str(item.message)]
 
@@ -913,20 +864,9 @@ def test_sixteen_series_are_told_apart_in_colour_and_in_print() -> None:
 
 
 def test_numbers_in_a_plot_do_not_overlap() -> None:
-    made = read_configurations(
-        [f"toma:skip_first={number}" for number in range(12)], (0.25, 0.5, 0.75), Defaults("dit")
-    )
-    rows = []
-    for place, item in enumerate(made):
-        timing = {"denoiser_seconds": 1 + 0.01 * (place % 5), "batch": 1}
-        rows.append(Row(item, {"mse": Estimate(100.0 + place % 7, 3.0)}, timing, {}))
-    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
-    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
-    # What a plot does not need is not there.
-    results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
-    styles = {row.configuration.series: plots.series_style(place) for place, row in enumerate(rows[1::3])}
-    drawn = plots._draw(results, BY_NAME["mse"], styles)
-    drawn.draw_without_rendering()
+    labels = [f"toma:skip_first={number},ratio={ratio}" for number in range(12) for ratio in (0.25, 0.5, 0.75)]
+    places = range(len(labels) + 1)
+    drawn = drawn_plot(labels, [1 + 0.01 * (place % 5) for place in places], [100.0 + place % 7 for place in places])
     numbers = [text for text in drawn.axes[0].texts if text.get_visible()]
     assert 8 < len(numbers) <= 36
     boxes = [number.get_window_extent() for number in numbers]

@@ -12,38 +12,37 @@ import torch
 from PIL import Image
 
 import tokenmerge
+from tokenmerge import presets
+from tokenmerge.families import denoiser_of
+from tokenmerge.families.calls import TokenGrid
 from tokenmerge.tools.cli.main import main
-from tokenmerge.tools.evaluation import overlap
-from tokenmerge.tools.paper.hidden import Hidden, Subject, load_subject
+from tokenmerge.tools.drawing.studio import Setup, Studio
+from tokenmerge.tools.paper import overlap
+from tokenmerge.tools.paper.hidden import Hidden, watch
 from tokenmerge.tools.paper.locality import CLUSTERS, cluster, coloured_labels, neighbours_alike
 from tokenmerge.tools.paper.overlap import _Selector
 from tokenmerge.tools.paper.studies import INQUIRIES, Inquiry
-from tokenmerge.merging.grid import TokenGrid
-
-
-def subject(model: str) -> Subject:
-    return load_subject(model, size="64x96", steps=3, guidance=None, device="cpu", dtype=None)
 
 
 @pytest.mark.parametrize("model", ["tiny-flux", "tiny-sdxl"])
 def test_watching_sees_every_block_at_every_step_and_changes_nothing(model: str) -> None:
-    watched = subject(model)
+    studio = Studio(Setup(model=model, size=(64, 96), steps=3, device="cpu"))
+    studio.pipe.set_progress_bar_config(disable=True)
     seen: list[Hidden] = []
-    picture = watched.watch("a rose", 3, seen.append)
-    plan = tokenmerge.plan(watched.pipe, height=96, width=64, preset="toma-once")
+    picture = watch(studio, "a rose", 3, seen.append)
+    plan = tokenmerge.plan(studio.pipe, "toma-once", height=96, width=64)
     names = [site.name for site in plan.sites]
     assert [(hidden.step, hidden.block) for hidden in seen] == [(step, name) for step in range(3) for name in names]
     assert all(hidden.tokens.shape[0] == hidden.grid.count for hidden in seen)
     assert {hidden.grid.height / hidden.grid.width for hidden in seen} == {1.5}
     again: list[Hidden] = []
-    assert picture.tobytes() == watched.watch("a rose", 3, again.append).tobytes()
+    assert picture.tobytes() == watch(studio, "a rose", 3, again.append).tobytes()
     assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(seen, again, strict=True))
     # The prompt's tokens, and not those of its negative.
     other: list[Hidden] = []
-    watched.watch("a tulip", 3, other.append)
+    watch(studio, "a tulip", 3, other.append)
     assert not torch.equal(seen[-1].tokens, other[-1].tokens)
-    blocks = [module for module in (*watched.pipe.components.values(),) if isinstance(module, torch.nn.Module)]
-    assert not any(module._forward_pre_hooks for root in blocks for module in root.modules())
+    assert not any(module._forward_pre_hooks for module in denoiser_of(studio.pipe).modules())
 
 
 def test_clusters_are_found_and_neighbours_counted() -> None:
@@ -64,7 +63,7 @@ def test_clusters_are_found_and_neighbours_counted() -> None:
 
 
 def test_overlap_of_the_same_and_of_other_tokens() -> None:
-    config = tokenmerge.presets()["toma-tile"].replace(regions="tile:8")
+    config = presets()["toma-tile"].replace(regions="tile:8")
     grid = TokenGrid(16, 16)
     selector = _Selector(config)
     first, second = torch.randn(2, 256, 12, generator=torch.Generator().manual_seed(0))
@@ -77,7 +76,7 @@ def test_overlap_of_the_same_and_of_other_tokens() -> None:
 @pytest.mark.parametrize("steps", [3, 4, 8, 28])
 def test_the_plot_of_overlap_has_whole_steps(steps: int) -> None:
     records = [{"block": "one", "step": step, "overlap": 0.5, "chance": 0.5} for step in range(steps)]
-    drawn = overlap._draw(records, 10, tokenmerge.presets()["toma-tile"])
+    drawn = overlap._draw(records, 10, presets()["toma-tile"])
     drawn.draw_without_rendering()
     assert all(float(tick).is_integer() for tick in drawn.axes[0].get_xticks())
 
@@ -111,7 +110,11 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
         ("fig3", ["--repeats", "2"], "--repeats is not for fig3, which times nothing"),
         ("table4", ["--compile"], "--compile is not for table4, which compares no pictures"),
         *(
-            (name, [f"--{option}", "0"], f"--{option} is not for {name}, which draws no pictures; leave it out")
+            (
+                name,
+                [f"--{option}", "64x64" if option == "size" else "0"],
+                f"--{option} is not for {name}, which draws no pictures; leave it out",
+            )
             for name, option in itertools.product(
                 ("table4", "table5"),
                 ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),

@@ -15,6 +15,7 @@ import scipy.linalg
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from judges import ALEXNET_KERNELS, lpips_tree, write_networks
 from PIL import Image
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
@@ -26,8 +27,8 @@ from transformers import (
     ViTImageProcessor,
 )
 
-from judges import ALEXNET_KERNELS, lpips_tree, write_networks
-from tokenmerge import TokenMergeError, quality
+from tokenmerge import TokenMergeError
+from tokenmerge.tools import quality
 from tokenmerge.tools.quality.distributions import frechet_distance, kernel_distance
 from tokenmerge.tools.quality.embeddings import Clip, Dino, Preparation, _resized_from_corner
 from tokenmerge.tools.quality.metrics import BY_NAME, METRICS, Meter, Picture, choose_metrics

@@ -143,11 +143,19 @@ def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str
         old, new = before.get(name), now.get(name)
         if name == "repeats" and (old or 0) <= (new or 0):
             continue
-        other = _other_list(old or {}, new or {}) if name == "configurations" else None
+        other = None
+        if name == "configurations":
+            old, new = _by_technique(old or {}), _by_technique(new or {})
+            other = _other_list(old, new)
         other = other or _difference(name, old, new, may_grow=name == "networks")
         if other:
             raise TokenMergeError(f"{root} was begun {other}; ask for the same, or give another --out")
     return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
+
+
+def _by_technique(configurations: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Techniques by their names, by which differences are told."""
+    return {label: {each["technique"]: each for each in listed} for label, listed in configurations.items()}
 
 
 def _other_list(old: dict[str, Any], new: dict[str, Any]) -> str | None:

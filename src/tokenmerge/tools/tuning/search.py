@@ -87,8 +87,9 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
     typed = None if search.techniques is None else [read_typed(text) for text in search.techniques]
-    # Checks what all rungs share.
-    family = Studio(search).outline.family
+    # Checks what all rungs share, without weights.
+    studio = Studio(search)
+    family = studio.outline.family
     typed = typed or [read_typed(text) for text in default_techniques(family)]
     candidates = draw_candidates(typed, family, search.candidates, search.seed)
     if 2 ** (search.rungs - 1) > search.candidates:
@@ -105,6 +106,7 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
         _check_begun(search, samples[0].count, begun, out)
     elif resume:
         tell_new(out)
+    _check_some_left(studio, candidates)
     sizes = rung_sizes(search.candidates, search.rungs)
     pictures = sum((size + 1) * share.count for size, share in zip(sizes, samples, strict=True))
     with _progress(pictures + 2 * held_out[0].count) as bar:
@@ -172,6 +174,23 @@ def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Pat
             )
 
 
+def _check_some_left(studio: Studio, candidates: Sequence[Configuration]) -> None:
+    """Refuse a search in which the model cannot have any candidate."""
+    refused: dict[str, str] = {}
+    for each in candidates:
+        try:
+            studio.check(each)
+        except TokenMergeError as error:
+            refused[each.label] = str(error)
+    if len(refused) == len(candidates):
+        raise _nothing_left(refused)
+
+
+def _nothing_left(refused: dict[str, str]) -> TokenMergeError:
+    label, reason = next(iter(refused.items()))
+    return TokenMergeError(f"the model refuses every candidate, first {label!r}: {reason}")
+
+
 def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
     """One evaluation, the plain model with it."""
     # The rungs of a search that goes on need not be there yet.
@@ -182,8 +201,7 @@ def _measure(search: Search, configurations: Sequence[Configuration], share: Sha
     baseline, *points = _points(results, search.goal)
     refused = results.settings["refused"]
     if not points:
-        label, reason = next(iter(refused.items()))
-        raise TokenMergeError(f"the model refuses every candidate, first {label!r}: {reason}")
+        raise _nothing_left(refused)
     return Rung(share, baseline, tuple(points), results, refused)
 
 
