@@ -260,6 +260,9 @@ def travel(form: str, offload: str, journey: tuple[str, ...], folder: Path, imag
             else:
                 change(pipe, kind, offload, step, folder)
             done.append(step)
+            if step in journey and back != journey:
+                # Seen once is enough, and images in between might hide what happens without them.
+                continue
             present = {each for each in done if f"undo {each}" not in done}
             image = tiny.draw(pipe, steps=steps(techniques))
             assert torch.equal(image, images["lora" in present, "apply" in present]), done
