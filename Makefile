@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint format docs clean
 
 demo: $(VENV)/installed
-	$(BIN)/tokenmerge generate --out demo.png
+	$(BIN)/tokenmerge generate --model tiny-sdxl --out demo.png
 
 test: lint
 	$(BIN)/python -m pytest -n 2
