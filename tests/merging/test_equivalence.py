@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import Hold, Merge
+from tokenmerge.config import Techniques
 
 SIDE = 4  # regions are SIDE x SIDE tiles
 
@@ -322,7 +323,15 @@ def test_refreshed_maps_equal_the_plain_computation(kind: str, sites: str, each_
     assert_equal_to_plain(kind, sites, 1, SETTINGS[1], steps=3, each_call=each_call)
 
 
-@pytest.mark.parametrize("technique", [Merge(ratio=0.0), Hold(every=1), [Merge(ratio=0.0), Hold(every=1)]], ids=str)
+NOTHING: dict[str, Any] = {
+    "ratio 0": Merge(ratio=0.0),
+    "every step": Hold(every=1),
+    "both": [Merge(ratio=0.0), Hold(every=1)],
+    "no technique": Techniques(),
+}
+
+
+@pytest.mark.parametrize("technique", NOTHING.values(), ids=NOTHING)
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
 def test_nothing_merged_and_nothing_held_is_plain_bit_for_bit(kind: str, technique: Any) -> None:
     pipe = tiny.build(kind)

@@ -176,8 +176,10 @@ def test_a_plan_says_what_a_method_saves_and_spends(method: str, kind: str) -> N
 
 @pytest.mark.parametrize("name", ["tomesd", "tofu", "todo", "pool", "random", "uniform"])
 def test_every_method_is_a_preset(name: str) -> None:
-    assert tokenmerge.presets()[name].method == name
+    technique = tokenmerge.presets()[name]
+    assert technique.method == name
     pipe = tokenmerge.apply(tiny.build("sdxl"), name)
+    assert tokenmerge.summary(pipe).plan.techniques == (technique, None)
     assert {group["group"].split()[0] for group in tokenmerge.summary(pipe).groups} == {"level-2", "level-4"}
     assert tiny.draw(pipe, steps=1).isfinite().all()
 
