@@ -23,7 +23,7 @@ from tokenmerge.tools.bench.candidates import typical_step, visits
 from tokenmerge.tools.bench.timing import Loop, begin_image
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.loading import outline
-from tokenmerge.tools.sizes import RANDOM_MODELS
+from tokenmerge.tools.random_models import RANDOM_MODELS
 from tokenmerge.tools.typed import read_configurations
 
 

@@ -414,6 +414,20 @@ def test_a_model_is_planned_at_its_own_size_by_default(models: Path, capsys: pyt
     assert [group["tokens"] for group in plan["groups"]] == [1024, 256]
 
 
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [("diffusers", "plan", "generate"), ("PIL", "generate", "generate"), ("numpy", "metrics a b", "eval")],
+)
+def test_a_package_that_is_missing_is_told_with_its_extra(package: str, command: str, extra: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from tokenmerge.tools.cli.main import main; "
+        f"sys.exit(main({command.split()!r}))"
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == f"tokenmerge: {package} is not installed; pip install tokenmerge[{extra}]\n"
+
+
 def test_the_parser_needs_no_heavy_package() -> None:
     code = (
         "import sys; from tokenmerge.tools.cli.main import parser; parser().format_help(); "

@@ -138,7 +138,7 @@ def test_steps_too_few_to_save_are_told(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert (f"{technique}: Steps of the last image: 2 full: nothing was saved." in printed) == (not saves)
-    assert saves or "larger size" not in printed
+    assert saves or "larger --size" not in printed
 
 
 @pytest.mark.parametrize("technique", ["dit", "none"])
@@ -169,8 +169,8 @@ def test_a_cache_is_compared_with_the_plain_picture(
             "nothing merges here; add a technique that does, such as dit",
         ),
         (["--techniques", "dit:ratio=0", "--show-destinations"], "nothing merges here"),
-        (["--out", "rose.txt"], "rose.txt does not end as a picture does; use .png, .jpg or .webp"),
-        (["--out", "rose"], "does not end as a picture does"),
+        (["--out", "rose.txt"], "rose.txt does not end like a picture file; use .png, .jpg or .webp"),
+        (["--out", "rose"], "does not end like a picture file"),
         (["--out", "/dev/null/rose.png"], "/dev/null/rose.png cannot be written"),
         (["--techniques", "none + mag", "--model", "tiny-sdxl"], "has no enable_cache"),
         (["--techniques", "none + mag", "--device", "cpu", "--compile", "blocks"], "leave out --compile"),

@@ -221,16 +221,16 @@ def test_layers_are_fronts_of_what_is_left() -> None:
 
 
 def test_the_better_half_goes_on() -> None:
-    baseline = point(1, 0, "none")
+    plain = point(1, 0, "none")
     fast, middle, slow = point(0.4, 90, "fast"), point(0.6, 40, "middle"), point(0.9, 5, "slow")
     worse, useless = point(0.7, 60, "worse"), point(1.2, 3, "useless")
     points = [useless, worse, slow, middle, fast]
     within_50, thrice = Budget(MSE, 50), SpeedUp(MSE, 2.4)
-    assert labels(survivors(points, baseline, within_50, 5)) == ["middle", "fast", "slow", "worse", "useless"]
-    assert labels(survivors(points, baseline, thrice, 3)) == ["fast", "middle", "slow"]
+    assert labels(survivors(points, plain, within_50, 5)) == ["middle", "fast", "slow", "worse", "useless"]
+    assert labels(survivors(points, plain, thrice, 3)) == ["fast", "middle", "slow"]
     # Just above the budget is nearer to its line, but what would be chosen stays.
     above = point(0.5, 51, "above")
-    assert labels(survivors([above, slow], baseline, within_50, 1)) == ["slow"]
+    assert labels(survivors([above, slow], plain, within_50, 1)) == ["slow"]
 
 
 def test_rungs_halve() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import TokenMergeError, did_you_mean, first_line
 from ..families import Family, denoiser_of, families, family_of
-from .sizes import RANDOM_MODELS
+from .random_models import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
 # What only paths of folders begin with.

@@ -10,6 +10,8 @@ from ...errors import TokenMergeError
 from . import bench, eval, generate, metrics, plan, presets, reproduce, tune
 from .options import Command, described
 
+# What pictures are drawn with; other packages are for measuring them.
+_DRAWING = ("diffusers", "transformers", "PIL")
 _COMMANDS = (generate, plan, bench, eval, tune, reproduce, metrics, presets)
 
 
@@ -21,6 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     except TokenMergeError as error:
         print(f"tokenmerge: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tokenmerge"):
+            raise
+        extra = "generate" if error.name.partition(".")[0] in _DRAWING else "eval"
+        print(f"tokenmerge: {error.name} is not installed; pip install tokenmerge[{extra}]", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         # After a bar, which has no end of line.

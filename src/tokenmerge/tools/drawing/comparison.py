@@ -165,10 +165,7 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
         )
     notes = [saves_nothing(shot.configuration.label, shot.kinds) for shot in shots]
     if any(shot.kinds.get(MERGED) and shot.speed_up < 1 for shot in shots):
-        notes.append(
-            "Below 1.00x merging cost more than it saved. It pays with more tokens (a larger size) or more work per "
-            "launch (a larger batch, --compile)."
-        )
+        notes.append("Below 1.00x merging cost more than it saved: there are too few tokens. Try a larger --size.")
     return "\n\n".join([table(header, lines), *dict.fromkeys(note for note in notes if note)])
 
 

@@ -120,7 +120,7 @@ def check_picture_file(path: Path) -> None:
     """Refuse where `save_picture` could not write, before there is a picture to lose."""
     known = Image.registered_extensions()
     if known.get(path.suffix.lower()) not in Image.SAVE:
-        raise TokenMergeError(f"{path} does not end as a picture does; use .png, .jpg or .webp")
+        raise TokenMergeError(f"{path} does not end like a picture file; use .png, .jpg or .webp")
     check_writable(path)
 
 

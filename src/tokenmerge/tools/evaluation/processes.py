@@ -24,7 +24,7 @@ class Processes:
         try:
             from accelerate import PartialState
         except ImportError as error:
-            raise TokenMergeError("eval needs accelerate: pip install .[eval]") from error
+            raise TokenMergeError("eval needs accelerate: pip install tokenmerge[eval]") from error
         # They only wait for each other, which the CPU can do: so more of them than there are GPUs may share one.
         self._state = PartialState(cpu=True, timeout=_PATIENCE)
         self.count: int = self._state.num_processes

@@ -71,12 +71,12 @@ class Results:
         return {**row.to_dict(), **speed}
 
     def speed_up(self, row: Row) -> float | None:
-        baseline = self.rows[0].seconds
-        return baseline / row.seconds if baseline and row.seconds else None
+        plain = self.rows[0].seconds
+        return plain / row.seconds if plain and row.seconds else None
 
     def denoiser_speed_up(self, row: Row) -> float | None:
-        baseline = self.rows[0].denoiser_seconds
-        return baseline / row.denoiser_seconds if baseline and row.denoiser_seconds else None
+        plain = self.rows[0].denoiser_seconds
+        return plain / row.denoiser_seconds if plain and row.denoiser_seconds else None
 
 
 def gather(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...config import SELECTIONS, UNMERGES
-from ...errors import TokenMergeError
+from ...errors import TokenMergeError, did_you_mean
 
 # The paper's ablations renew everything at every step, but for the one about that.
 _EVERY_STEP = "destinations_every=1,weights_every=1"
@@ -148,5 +148,5 @@ NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIE
 def find_study(name: str) -> Study | Inquiry:
     """What makes a table or figure."""
     if name not in NAMES:
-        raise TokenMergeError(f"{name!r} is not to be had; choose from {', '.join(NAMES)}")
+        raise TokenMergeError(f"{name!r} is unknown{did_you_mean(name, NAMES)}; choose from {', '.join(NAMES)}")
     return NAMES[name]

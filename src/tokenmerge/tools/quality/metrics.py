@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import TokenMergeError
+from ...errors import TokenMergeError, did_you_mean
 from . import pixels
 from .distributions import frechet_distance, kernel_distance
 from .networks import Found, Sources, find_network
@@ -89,7 +89,8 @@ def choose_metrics(names: Sequence[str] | None, sources: Sources) -> Choice:
     """The metrics `names`, all of which must be there; or, without names, those that are there."""
     for name in names or ():
         if name not in BY_NAME:
-            raise TokenMergeError(f"metric {name!r} is unknown; choose from {', '.join(BY_NAME)}")
+            near = did_you_mean(name, BY_NAME)
+            raise TokenMergeError(f"metric {name!r} is unknown{near}; choose from {', '.join(BY_NAME)}")
     wanted = [metric for metric in METRICS if names is None or metric.name in names]
     found = {name: find_network(name, sources) for name in dict.fromkeys(m.network for m in wanted) if name}
     networks = {name: place for name, place in found.items() if isinstance(place, Found)}

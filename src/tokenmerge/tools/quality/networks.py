@@ -57,7 +57,7 @@ class _Packaged:
     def find(self, sources: Sources) -> Found | Missing:
         path = self._in_folder(sources.folder) or self._in_package()
         if path is not None and self.runs_with and find_spec(self.runs_with) is None:
-            return Missing(f"{self.runs_with} is not installed; pip install .[eval]")
+            return Missing(f"{self.runs_with} is not installed; pip install tokenmerge[eval]")
         if path is not None:
             return Found(path, digest_of(path))
         return Missing(
@@ -88,7 +88,7 @@ def find_network(name: str, sources: Sources) -> Found | Missing:
     if name in _PACKAGED:
         return _PACKAGED[name].find(sources)
     if find_spec("transformers") is None:
-        return Missing("transformers is not installed; pip install .[eval]")
+        return Missing("transformers is not installed; pip install tokenmerge[eval]")
     model = {"clip": sources.clip, "dino": sources.dino}[name]
     folder = Path(model)
     if not folder.is_dir() and sources.folder is not None and (sources.folder / name).is_dir():

@@ -19,7 +19,7 @@ def compare(reference: Tensor, test: Tensor) -> dict[str, float]:
     """MSE on the 0-255 scale, PSNR in dB and SSIM of `test` against `reference`."""
     if reference.shape != test.shape:
         raise TokenMergeError(
-            f"pictures of {tuple(reference.shape)} and {tuple(test.shape)} cannot be compared; make them the same size"
+            f"pictures of {_size(reference)} and {_size(test)} pixels cannot be compared; make them the same size"
         )
     return {"mse": mse(reference, test), "psnr": psnr(reference, test), "ssim": ssim(reference, test)}
 
@@ -38,9 +38,7 @@ def ssim(reference: Tensor, test: Tensor) -> float:
     """Structural similarity, the mean over places where the window fits, and over channels."""
     first, second = (picture.double().permute(2, 0, 1) for picture in (reference, test))
     if min(first.shape[-2:]) < _WINDOW:
-        raise TokenMergeError(
-            f"SSIM needs pictures of at least {_WINDOW}x{_WINDOW} pixels, not {tuple(first.shape[-2:])}"
-        )
+        raise TokenMergeError(f"SSIM needs pictures of at least {_WINDOW}x{_WINDOW} pixels, not {_size(reference)}")
     maps = _blurred(torch.stack([first, second, first**2, second**2, first * second]))
     mean_1, mean_2, square_1, square_2, product = maps
     variance_1, variance_2 = square_1 - mean_1**2, square_2 - mean_2**2
@@ -49,6 +47,10 @@ def ssim(reference: Tensor, test: Tensor) -> float:
     likeness = (2 * mean_1 * mean_2 + small_1) * (2 * covariance + small_2)
     likeness /= (mean_1**2 + mean_2**2 + small_1) * (variance_1 + variance_2 + small_2)
     return likeness.mean().item()
+
+
+def _size(picture: Tensor) -> str:
+    return f"{picture.shape[1]}x{picture.shape[0]}"
 
 
 def _blurred(maps: Tensor) -> Tensor:

@@ -39,17 +39,17 @@ def rung_sizes(candidates: int, rungs: int) -> list[int]:
     return sizes
 
 
-def survivors(points: Sequence[Point], baseline: Point, goal: Goal, count: int) -> list[Point]:
+def survivors(points: Sequence[Point], plain: Point, goal: Goal, count: int) -> list[Point]:
     """The `count` points that go on: the one that would be chosen now, then layer by layer, and within a layer those
     nearest to the goal's line.
 
-    baseline: the plain model, without drift; what is slower than it is in no first layer.
+    plain: the plain model, without drift; what is slower than it is in no first layer.
     """
     best = goal.nearest(points)
     ordered = [
         point
-        for layer in layers([baseline, *points])
+        for layer in layers([plain, *points])
         for point in sorted(layer, key=lambda point: (goal.distance(point), point.configuration.label))
-        if point not in (baseline, best)
+        if point not in (plain, best)
     ]
     return [best, *ordered][:count]

@@ -31,7 +31,7 @@ class Rung:
     """Candidates measured on the same samples, and the plain model with them."""
 
     share: Share
-    baseline: Point
+    plain: Point
     points: tuple[Point, ...]
     results: Results
     refused: dict[str, str]
@@ -40,7 +40,7 @@ class Rung:
         return {
             "prompts": list(self.share.prompts),
             "seeds": list(self.share.seeds),
-            "plain": {"seconds": self.baseline.seconds},
+            "plain": {"seconds": self.plain.seconds},
             "points": [point.to_dict() for point in self.points],
             "refused": self.refused,
         }
@@ -77,7 +77,7 @@ class Outcome:
     @property
     def front(self) -> list[Point]:
         """Of the last rung, all of whose candidates saw the same samples; the plain model is always on it."""
-        return front([self.rungs[-1].baseline, *self.rungs[-1].points])
+        return front([self.rungs[-1].plain, *self.rungs[-1].points])
 
     def shortfall(self) -> str | None:
         """If the goal was not reached: what came nearest, and the way out."""
@@ -140,9 +140,9 @@ class Outcome:
 
     def findings(self) -> list[str]:
         """What the chosen candidate was measured to do, and where."""
-        chosen, baseline, share = self.chosen, self.final.baseline, self.final.share
+        chosen, plain, share = self.chosen, self.final.plain, self.final.share
         unseen = "that the search had not seen" if share.fresh else "with seeds that the search had not seen"
-        against = f"{chosen.seconds:.4g} s per picture against {baseline.seconds:.4g} s plain"
+        against = f"{chosen.seconds:.4g} s per picture against {plain.seconds:.4g} s plain"
         return [
             f"Asked for: {self.goal}.",
             f"On {share} {unseen}: {self.goal.told(chosen)}, {against}.",

@@ -94,8 +94,8 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     candidates = draw_candidates(typed, family, search.candidates, search.seed)
     if 2 ** (search.rungs - 1) > search.candidates:
         raise TokenMergeError(
-            f"--rungs is {search.rungs}, and {search.candidates} candidates are one after fewer halvings; "
-            "use fewer rungs or more --candidates"
+            f"--rungs is {search.rungs}, and {search.candidates} candidates can be halved "
+            f"{search.candidates.bit_length() - 1} times; use fewer rungs or more --candidates"
         )
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
@@ -134,7 +134,7 @@ def _climb(
         rungs.append(rung)
         bar.update((sizes[place] + 1) * share.count)
         if place + 1 < search.rungs:
-            kept = survivors(rung.points, rung.baseline, search.goal, sizes[place + 1])
+            kept = survivors(rung.points, rung.plain, search.goal, sizes[place + 1])
             configurations = [point.configuration for point in kept]
     return rungs
 
@@ -198,11 +198,11 @@ def _measure(search: Search, configurations: Sequence[Configuration], share: Sha
     results = evaluate(search.task(configurations, share), folder, resume=goes_on)
     if results is None:
         raise RuntimeError("one process has no other to leave the results to")
-    baseline, *points = _points(results, search.goal)
+    plain, *points = _points(results, search.goal)
     refused = results.settings["refused"]
     if not points:
         raise _nothing_left(refused)
-    return Rung(share, baseline, tuple(points), results, refused)
+    return Rung(share, plain, tuple(points), results, refused)
 
 
 def _points(results: Results, goal: Goal) -> Iterator[Point]:
