@@ -26,7 +26,6 @@ def _limit_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(installing._Limit, "before", None)
     with torch._dynamo.config.patch(recompile_limit=8):
         yield
-        gc.collect()
 
 
 def limit() -> int:
