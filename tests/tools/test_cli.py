@@ -14,8 +14,13 @@ import pytest
 from tokenmerge import Hold, Merge, presets
 from tokenmerge.config import METHODS
 from tokenmerge.tools import loading
+from tokenmerge.tools.bench.comparison import MODES, ON_CPU, ON_GPU
+from tokenmerge.tools.caches import CACHES
 from tokenmerge.tools.cli.main import main, parser
-from tokenmerge.tools.loading import outline
+from tokenmerge.tools.loading import BUNDLED, outline
+from tokenmerge.tools.quality.metrics import BY_NAME
+from tokenmerge.tools.quality.networks import CLIP_MODEL, DINO_MODEL
+from tokenmerge.tools.random_models import RANDOM_MODELS
 
 SDXL = {
     "_class_name": "UNet2DConditionModel",
@@ -344,6 +349,28 @@ def test_help_tells_of_every_field_of_both_techniques(command: str, capsys: pyte
         for name, meaning in technique.field_docs().items():
             assert f"{name} (" in printed
             assert meaning in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("eval", ", ".join(BY_NAME)),
+        ("eval", f"(default: {CLIP_MODEL})"),
+        ("tune", f"(default: {DINO_MODEL})"),
+        ("tune", ", ".join(CACHES[:-1]) + f" or {CACHES[-1]}"),
+        ("bench", ", ".join(MODES)),
+        ("bench", f"(default: {ON_GPU.warmups} on a GPU, else {ON_CPU.warmups})"),
+        ("bench", f"(default: {ON_GPU.settle:g} on a GPU, else {ON_CPU.settle:g})"),
+        ("bench", f"(default: {ON_GPU.repeats} on a GPU, else {ON_CPU.repeats})"),
+        ("bench", ", ".join(RANDOM_MODELS)),
+        ("generate", ", ".join(BUNDLED)),
+    ],
+)
+def test_help_tells_what_the_code_has(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What help cannot import without torch."""
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])

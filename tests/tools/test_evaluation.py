@@ -833,9 +833,9 @@ def test_points_of_a_plot_tell_their_ratio_or_how_often_steps_run() -> None:
     }
     assert axes.get_xlabel() == "denoiser seconds per picture, in batches of 1"
     told = drawn._suptitle.get_text()
-    assert told == "MSE: mean squared difference of pixels, 0-255; plain numbers are ratios of tokens removed"
+    assert told == "MSE: mean squared difference of pixels, 0-255; numbers are ratios"
     held = drawn_plot(["hold"], [1.0, 0.5], [0.0, 5.0])
-    assert "tokens" not in held._suptitle.get_text()
+    assert "ratios" not in held._suptitle.get_text()
 
 
 def test_without_times_there_is_nothing_to_plot_quality_against(networks: Path, tmp_path: Path) -> None:

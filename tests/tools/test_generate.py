@@ -141,6 +141,16 @@ def test_steps_too_few_to_save_are_told(
     assert saves or "larger --size" not in printed
 
 
+def test_as_many_threads_are_taken_as_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        arguments = ["generate", "a rose", "--steps", "1", "--size", "64x64", "--techniques", "none", "--json"]
+        assert main([*arguments, "--threads", str(before + 1), "--out", str(tmp_path / "a.png")]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(capsys.readouterr().out)["environment"]["threads"] == str(before + 1)
+
+
 @pytest.mark.parametrize("technique", ["dit", "none"])
 def test_a_cache_is_compared_with_the_plain_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], technique: str

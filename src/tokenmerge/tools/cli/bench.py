@@ -30,26 +30,26 @@ def add(commands: Any) -> None:
         type=parse_as(tuple[str, ...]),
         default=("eager",),
         metavar="A,B,...",
-        help="of eager, graph, compiled, compiled+graph (default: eager)",
+        help="any of eager, graph, compiled, compiled+graph (default: eager)",
     )
-    add_("--steps", type=number, default=50, metavar="N", help="of the schedule (default: %(default)s)")
-    add_("--warmups", type=number, metavar="N", help="of every kind of step (default: 5 on a GPU, else 1)")
+    add_("--steps", type=number, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
+    add_("--warmups", type=number, metavar="N", help="untimed runs of every kind of step (default: 5 on a GPU, else 1)")
     add_(
         "--settle", type=parse_as(float), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)"
     )
-    add_("--repeats", type=number, metavar="N", help="of every kind of step (default: 20 on a GPU, else 5)")
-    add_("--loops", type=number, default=0, metavar="N", help="whole schedules to run from end to end too (default: 0)")
+    add_("--repeats", type=number, metavar="N", help="timed runs of every kind of step (default: 20 on a GPU, else 5)")
+    add_("--loops", type=number, default=0, metavar="N", help="whole schedules to time as well (default: 0)")
     add_(
         "--rounds",
         type=number,
         default=1,
         metavar="N",
-        help="times to measure all, in turning order (default: 1)",
+        help="times to measure everything (default: 1)",
     )
     shared.add_machine_options(parser)
     shared.add_dtype(parser, "the model's usual")
-    add_("--out", type=Path, metavar="FILE", help="append JSON lines (default: print only)")
-    add_("--table", type=Path, metavar="FILE", help="print the tables of a finished run and stop (default: run)")
+    add_("--out", type=Path, metavar="FILE", help="file to append JSON lines to (default: none)")
+    add_("--table", type=Path, metavar="FILE", help="print the tables of such a file and stop (default: none)")
     shared.add_json(parser)
     parser.set_defaults(run=run)
 

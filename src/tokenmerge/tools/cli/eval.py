@@ -41,12 +41,17 @@ def add_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
     add_, number, told = parser.add_argument, parse_as(int), {name: f"(default: {defaults[name]})" for name in defaults}
     shared.add_prompt_options(parser, default="flowers")
     add_("--number", type=number, metavar="N", help=f"the first N prompts {told['number']}")
-    add_("--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"of every prompt {told['seeds']}")
+    add_("--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"seeds for every prompt {told['seeds']}")
     shared.add_picture_options(parser)
-    add_("--reference", type=Path, metavar="FOLDER", help="photographs for FID and KID (default: plain pictures)")
-    add_("--batch", type=number, default=1, metavar="N", help="of timed pictures (default: 1)")
+    add_(
+        "--reference",
+        type=Path,
+        metavar="FOLDER",
+        help="photographs for FID and KID (default: the plain pictures)",
+    )
+    add_("--batch", type=number, default=1, metavar="N", help="pictures in a timed batch (default: 1)")
     add_("--repeats", type=number, metavar="N", help=f"timed batches; 0 leaves time out {told['repeats']}")
-    add_("--out", type=Path, metavar="FOLDER", help=f"for all files {told['out']}")
+    add_("--out", type=Path, metavar="FOLDER", help=f"folder for all files {told['out']}")
     add_("--resume", action="store_true", help="go on with what is in --out")
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)

@@ -20,17 +20,24 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument(
-        "prompt", nargs="?", default="a photo of a sunflower", help="goes before --techniques (default: %(default)s)"
+        "prompt",
+        nargs="?",
+        default="a photo of a sunflower",
+        help="what to draw; write it before --techniques (default: %(default)s)",
     )
     shared.add_model(parser, "tiny-flux")
     shared.add_techniques(parser)
     shared.add_ratios(parser)
     shared.add_picture_options(parser)
     parser.add_argument(
-        "--seed", type=parse_as(int), default=0, metavar="N", help="of the first picture (default: %(default)s)"
+        "--seed", type=parse_as(int), default=0, metavar="N", help="seed of the first picture (default: %(default)s)"
     )
     parser.add_argument(
-        "--number", type=parse_as(int), default=1, metavar="N", help="pictures, each with the next seed (default: 1)"
+        "--number",
+        type=parse_as(int),
+        default=1,
+        metavar="N",
+        help="pictures to draw, each with the next seed (default: 1)",
     )
     parser.add_argument("--show-destinations", action="store_true", help="show regions, destinations and what merged")
     parser.add_argument(

@@ -84,7 +84,7 @@ def add_techniques(parser: argparse.ArgumentParser, default: str = FAMILY_DEFAUL
         nargs="+",
         action="extend",
         metavar="TECHNIQUE",
-        help=f"techniques {about}, as typed below ({default})",
+        help=f"techniques {about}; see below ({default})",
     )
     parser.epilog = techniques_help()
 
@@ -94,7 +94,7 @@ def add_ratios(parser: argparse.ArgumentParser) -> None:
         "--ratios",
         type=parse_as(tuple[float, ...]),
         metavar="A,B,...",
-        help="one of each technique that merges and gives no ratio, for each of these (default: each technique's own)",
+        help="run every technique that merges and gives no ratio at each of these (default: its own ratio)",
     )
 
 
@@ -115,7 +115,7 @@ def techniques_help() -> str:
 
 
 def add_model(parser: argparse.ArgumentParser, default: str | None, told: str = "", random: bool = False) -> None:
-    names = "bundled name (tiny-flux, tiny-sdxl), folder or hub id"
+    names = "bundled model (tiny-flux, tiny-sdxl), folder or hub id"
     if random:
         names += ", or sdxl-random, flux-random, sd35-random: random weights in their real size"
     parser.add_argument("--model", default=default, help=f"{names} (default: {told or default})")
@@ -140,12 +140,12 @@ def add_machine_options(parser: argparse.ArgumentParser, threads: int | None = N
     told = threads or "what OMP_NUM_THREADS says, else one for each core"
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
     parser.add_argument(
-        "--threads", type=parse_as(int), default=threads, metavar="N", help=f"of the CPU (default: {told})"
+        "--threads", type=parse_as(int), default=threads, metavar="N", help=f"CPU threads (default: {told})"
     )
 
 
 def add_dtype(parser: argparse.ArgumentParser, told: str = "float32 on a CPU, else bfloat16") -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help=f"of weights (default: {told})")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"type of the weights (default: {told})")
 
 
 def add_compile(parser: argparse.ArgumentParser) -> None:
@@ -162,11 +162,11 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
 def add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
     parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default or 'none'})")
-    parser.add_argument("--column", metavar="NAME", help="of the file, that holds the prompts (default: prompt)")
+    parser.add_argument("--column", metavar="NAME", help="column of the file that holds the prompts (default: prompt)")
     parser.add_argument(
         "--template",
         metavar="TEXT",
-        help="what a prompt is put into (default: 'a photo of a {}' for flowers, else '{}')",
+        help="sentence that each prompt is put into (default: 'a photo of a {}' for flowers, else '{}')",
     )
 
 
@@ -177,7 +177,7 @@ def add_network_options(parser: argparse.ArgumentParser, *names: str) -> None:
         "--networks",
         metavar="FOLDER",
         type=Path,
-        help="that holds networks which judge pictures (default: installed packages and the hub)",
+        help="folder with the networks that judge pictures (default: installed packages and the hub)",
     )
     for name in names:
         parser.add_argument(
@@ -192,7 +192,7 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         type=parse_as(tuple[str, ...]),
         metavar="A,B,...",
-        help="of mse, psnr, ssim, lpips, dino, sscd, clip, fid, kid (default: all whose networks are there)",
+        help="any of mse, psnr, ssim, lpips, dino, sscd, clip, fid, kid (default: all whose networks are there)",
     )
     add_network_options(parser, "clip", "dino")
 

@@ -29,25 +29,34 @@ def add(commands: Any) -> None:
         help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
     )
     add_(
-        "--speed-up", type=parse_as(float), metavar="N", help="wished, as in 1.5: find the least drift (default: none)"
+        "--speed-up",
+        type=parse_as(float),
+        metavar="N",
+        help="wished, as in 1.5: find the least drift for it (default: none)",
     )
-    add_("--metric", metavar="NAME", help="of drift: lpips, mse or dino (default: lpips)")
+    add_("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
     shared.add_model(parser, "tiny-flux")
-    shared.add_techniques(parser, about="to search; fields that are typed stay as they are")
+    shared.add_techniques(parser, about="to search, with fields that are typed as they are")
     shared.add_prompt_options(parser, default="flowers")
-    add_("--candidates", type=number, default=24, metavar="N", help="to begin with (default: %(default)s)")
-    add_("--rungs", type=number, default=3, metavar="N", help="halvings, and one (default: %(default)s)")
+    add_("--candidates", type=number, default=24, metavar="N", help="candidates in the first rung (default: 24)")
+    add_(
+        "--rungs",
+        type=number,
+        default=3,
+        metavar="N",
+        help="rungs; the better half of each goes on (default: 3)",
+    )
     add_("--number", type=number, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
-    add_("--seed", type=number, default=0, metavar="N", help="of candidates and pictures (default: %(default)s)")
+    add_("--seed", type=number, default=0, metavar="N", help="seed for candidates and pictures (default: %(default)s)")
     shared.add_picture_options(parser)
-    add_("--batch", type=number, default=1, metavar="N", help="of timed pictures (default: %(default)s)")
+    add_("--batch", type=number, default=1, metavar="N", help="pictures in a timed batch (default: %(default)s)")
     add_("--repeats", type=number, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
     # CLIP judges a picture by its prompt, which is no drift.
     shared.add_network_options(parser, "dino")
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)
     shared.add_compile(parser)
-    add_("--out", type=Path, default=Path("tuning"), metavar="FOLDER", help="for all files (default: %(default)s)")
+    add_("--out", type=Path, default=Path("tuning"), metavar="FOLDER", help="folder for all files (default: tuning)")
     add_("--resume", action="store_true", help="go on with what is in --out")
     shared.add_json(parser)
     parser.set_defaults(run=run)

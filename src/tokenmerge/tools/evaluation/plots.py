@@ -99,7 +99,7 @@ def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
     merges = any("ratio" in row.configuration.knobs for row in results.rows)
-    told = "; plain numbers are ratios of tokens removed" if merges else ""
+    told = "; numbers are ratios" if merges else ""
     drawn.suptitle(f"{metric.title}: {metric.meaning}{told}", **_HEADING)
     axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
