@@ -63,14 +63,16 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
     family = family_of(denoiser)
     scheduler_of = scheduler_source(model, scheduler)
     techniques = decided(family, techniques, scheduler_of())
+    plan_ = make_plan(denoiser, family, techniques)
     caches = cache_hooks(denoiser)
+    if caches and plan_.runs:
+        check_holdable(denoiser, plan_.runs)
     if caches:
         raise TokenMergeError(
             f"a cache ({caches[0]}) is enabled already; a cache must come after a technique: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
-    _check_scheduler(techniques, scheduler_of())
-    plan_ = make_plan(denoiser, family, techniques)
+    _check_scheduler(plan_, scheduler_of())
     if techniques.merge is not None:
         check_mergeable(denoiser, techniques.merge)
         if plan_.merged_sites:
@@ -199,15 +201,18 @@ def decided(family: Family, techniques: Techniques, scheduler: Any) -> Technique
     return techniques._replace(hold=hold.replace(what="stages" if stages else "blocks"))
 
 
-def _check_scheduler(techniques: Techniques, scheduler: Any) -> None:
+def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
     """Refuse windows that nobody can tell the length of, and noise levels that nobody tells."""
-    for each in techniques:
+    merge, hold = plan_.techniques
+    # What does nothing needs to know nothing.
+    acting = (merge if plan_.merged_sites else None, hold if plan_.runs else None)
+    for each in acting:
         if each is not None and each.windowed and scheduler is None:
             raise TokenMergeError(
                 f"{type(each).__name__}'s window of {each.start} to {each.stop} needs to know how many steps there "
                 "are; apply to the pipeline, or give scheduler=..."
             )
-    check_levels(techniques.hold, scheduler)
+    check_levels(acting[1], scheduler)
 
 
 def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:

@@ -476,7 +476,9 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
         apply(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
-    with pytest.raises(TokenMergeError, match="a cache must come after a technique"):
+    # Not first, and with Hold not at all.
+    way_out = "use one of both" if Hold() in techniques else "a cache must come after a technique"
+    with pytest.raises(TokenMergeError, match=way_out):
         tokenmerge.apply(pipe, techniques)
     assert same(before[1], attributes(pipe))
     assert torch.equal(tiny.draw(pipe), before[0])

@@ -408,7 +408,19 @@ def test_a_window_on_a_bare_denoiser_is_refused() -> None:
     before = {name: dict(vars(module)) for name, module in unet.named_modules()}
     with pytest.raises(TokenMergeError, match=r"scheduler=\.\.\."):
         apply(unet, stop=0.5)
+    with pytest.raises(TokenMergeError, match=r"scheduler=\.\.\."):
+        tokenmerge.apply(unet, [Merge(), Hold()])
     assert {name: dict(vars(module)) for name, module in unet.named_modules()} == before
+
+
+@torch.no_grad()
+def test_what_does_nothing_needs_no_scheduler() -> None:
+    unet = tiny.short_sdxl_unet()
+    plain = unet(**unet_inputs(500)).sample
+    tokenmerge.apply(unet, [Merge(ratio=0.0, start=0.5), Hold(every=1, extrapolate="sigma")])
+    assert torch.equal(unet(**unet_inputs(500)).sample, plain)
+    pipe = tokenmerge.apply(tiny.build("sdxl", scheduler=tiny.ddim()), Hold(every=1, extrapolate="sigma"))
+    assert tiny.draw(pipe).isfinite().all()
 
 
 @pytest.mark.parametrize("build", [tiny.euler, tiny.ddim, FlowMatchEulerDiscreteScheduler])
