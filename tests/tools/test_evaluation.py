@@ -745,7 +745,7 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
     assert len(set(drifts)) == 3
     assert all(drift > 0 for drift in drifts)
     told = (tmp_path / "all" / "table.md").read_text()
-    assert "hold + mag is refused: a cache (mag_cache_leader_block_hook) skips steps" in told
+    assert "hold + mag is refused: Hold and the mag cache both skip steps; leave one of them out." in told
     assert "dit + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
     assert "none + faster is refused: the faster cache takes every call for the next step" in told
     ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
@@ -794,7 +794,7 @@ def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pyt
 def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     model = str(save_sdxl(tmp_path / "sdxl"))
     given = {"model": model, "prompts": PROMPTS[:2], "device": "cpu"}
-    results = evaluate(Task(**given, steps=4, size=(64, 64), metrics=("mse",), batch=2), tmp_path / "out")
+    results = evaluate(Task(**given, steps=4, size=(64, 64), metrics=("mse",), batch=2, repeats=1), tmp_path / "out")
     assert results is not None
     # Without techniques, those of the family.
     assert [row.configuration.label for row in results.rows] == ["none", "unet", "hold", "unet + hold"]

@@ -59,12 +59,12 @@ SEARCH = Search(
     number=1,
     steps=5,
     guidance=1.0,
-    size=(128, 128),
-    repeats=2,
+    size=(64, 64),
+    repeats=1,
     device="cpu",
 )
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
-COMMAND += ["--guidance", "1", "--size", "128x128", "--repeats", "2", "--device", "cpu"]
+COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu"]
 
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
@@ -314,7 +314,7 @@ def test_what_a_search_writes(finished: Path) -> None:
     assert marked.endswith(f"| {found['chosen']['label']} |")
     assert "4 prompts that the search had not seen" in text
     header = [line for line in (finished / "preset.yaml").read_text().splitlines() if line.startswith("#")]
-    for words in ("MSE", "128x128 pixels", "5 steps", "tiny-flux"):
+    for words in ("MSE", "64x64 pixels", "5 steps", "tiny-flux"):
         assert any(words in line for line in header)
 
 
@@ -329,7 +329,7 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
         made = []
         for prompt in held_out["prompts"]:
             for seed in held_out["seeds"]:
-                request = Request(prompt, 5, 128, 128, 1.0, defaults)
+                request = Request(prompt, 5, 64, 64, 1.0, defaults)
                 made.append(np.asarray(draw(pipe, request, (seed,))[0][0], dtype=np.float64))
         return np.stack(made)
 

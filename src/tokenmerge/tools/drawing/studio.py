@@ -12,6 +12,7 @@ from PIL import Image
 
 from ... import api
 from ...compiling import uncompile
+from ...errors import TokenMergeError
 from ..caches import TRIAL_STEPS, calibrate, check_cacheable, disable_cache, enable_cache, try_cache
 from ..compiling import check_compiled_cache, compile_as, way_on
 from ..fields import check_counts, check_finite
@@ -65,9 +66,12 @@ class Studio:
 
     def check(self, configuration: Configuration) -> None:
         """Refuse what the model does not go with, as far as its config files tell."""
-        if configuration.cache:
+        cache, hold = configuration.cache, configuration.techniques.hold
+        if cache:
             check_compiled_cache(self.way)
             check_cacheable(self.outline.denoiser)
+            if hold is not None and hold.every > 1:
+                raise TokenMergeError(f"Hold and the {cache.name} cache both skip steps; leave one of them out")
         request = self.request
         size = {"height": request.height, "width": request.width, "vae_scale_factor": self.outline.scale}
         api.plan(self.outline.denoiser, configuration.techniques, steps=request.steps, **size)
