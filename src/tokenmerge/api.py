@@ -95,7 +95,8 @@ def remove(model: Model) -> Model:
 @contextmanager
 def applied(model: Model, technique: Asked = None, *, scheduler: Any = None, **fields: Any) -> Iterator[Model]:
     """`apply` inside a `with` block; afterwards the model has what it had before, be it techniques or none."""
-    known = vars(denoiser_of(model)).get(APPLIED)
+    denoiser = denoiser_of(model)
+    known = vars(denoiser).get(APPLIED)
     # Not all that is known, whose maps and residuals would be kept for as long.
     before = (known.plan, known.scheduler_of) if known is not None else None
     del known
@@ -103,7 +104,7 @@ def applied(model: Model, technique: Asked = None, *, scheduler: Any = None, **f
     try:
         yield model
     finally:
-        denoiser = denoiser_of(model)
+        # Not that of the model now: somebody may have put another one in.
         remove(denoiser)
         if before is not None:
             _apply_plan(denoiser, family_of(denoiser), *before)
@@ -202,7 +203,7 @@ def decided(family: Family, techniques: Techniques, scheduler: Any) -> Technique
 
 
 def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
-    """Refuse windows that nobody can tell the length of, and noise levels that nobody tells."""
+    """Refuse windows without a known number of steps, and noise levels that no scheduler tells."""
     merge, hold = plan_.techniques
     # What does nothing needs to know nothing.
     acting = (merge if plan_.merged_sites else None, hold if plan_.runs else None)
@@ -228,25 +229,24 @@ def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
 
 def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
+    acts = bool(plan_.merged_sites or plan_.runs)
+    merge = plan_.techniques.merge if plan_.merged_sites else None
+    timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
+    # Reads the scheduler, which may be anybody's, before anything is touched.
+    way_out = _way_out_of_noise(denoiser, family, plan_)
+    follower = Follower(timeline, scheduler_of if acts else lambda: None, way_out)
+    merging = Merging(merge, follower.clock) if merge is not None else None
+    holding = Holding(follower.clock) if plan_.runs else None
+    state = State(timeline, follower, merging, holding)
     before = vars(denoiser).get(APPLIED)
     remove(denoiser)
-    installation, follower = Installation(), None
+    installation = Installation()
     try:
-        acts = bool(plan_.merged_sites or plan_.runs)
-        merge = plan_.techniques.merge if plan_.merged_sites else None
-        timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
-        # Reads the scheduler, which may be anybody's.
-        way_out = _way_out_of_noise(denoiser, family, plan_)
-        follower = Follower(timeline, scheduler_of if acts else lambda: None, way_out)
-        merging = Merging(merge, follower.clock) if merge is not None else None
-        holding = Holding(follower.clock) if plan_.runs else None
-        state = State(timeline, follower, merging, holding)
         if acts:
             _install(denoiser, family, plan_, state, installation, merging, holding)
     except BaseException:
         installation.uninstall()
-        if follower is not None:
-            follower.close()
+        follower.close()
         if before is not None:
             _apply_plan(denoiser, family, before.plan, before.scheduler_of)
         raise

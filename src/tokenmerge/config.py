@@ -47,7 +47,7 @@ class Regions:
 
     @classmethod
     def parse(cls, text: str, name: str = "regions") -> Regions:
-        match = re.fullmatch(r"(whole|tile|stripe)(?::(\d+)(?:x(\d+))?)?", text.strip())
+        match = re.fullmatch(r"(whole|tile|stripe)(?::(\d{1,9})(?:x(\d{1,9}))?)?", text.strip())
         if not match:
             raise TokenMergeError(
                 f"{name} {text!r} is not understood; write 'whole', 'tile', 'stripe', a count as in 'tile:64', "
@@ -140,8 +140,8 @@ class Merge(Technique):
         skip_last: the same at the end of each group
         destinations_every: steps between selections of destinations
         weights_every: steps between renewals of the weights
-        start: share of the steps that run whole before merging begins
-        stop: share of the steps after which merging ends
+        start: share of the schedule that runs whole before merging begins
+        stop: share of the schedule after which merging ends
         seed: of random selections
         backend: of the operations: auto, reference or triton
     """
@@ -230,8 +230,9 @@ class Hold(Technique):
 
     Attributes:
         every: steps from one full step to the next, on average; they lie closer at first. 1 holds nothing
-        start: share of the steps that run before holding begins
-        stop: share of the steps after which holding ends
+        start: share of the schedule before holding begins; where steps are uneven, as under Karras sigmas, of the
+            model's time
+        stop: share of the schedule after which holding ends
         what: what is held: transformer blocks (blocks), or all stages of a UNet with their convolutions (stages); auto
             takes stages where they can be held
         extrapolate: what residuals are extrapolated in: steps (linear) or the scheduler's noise level (sigma)
@@ -329,4 +330,9 @@ def _plain(value: Any, types: tuple[Any, ...]) -> Any:
     """A number as one of Python's, where it may be one of `types`: NumPy has numbers of its own."""
     if isinstance(value, Integral) and not isinstance(value, bool) and int in types:
         return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) and float in types else value
+    if not isinstance(value, Real) or isinstance(value, bool) or float not in types:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")

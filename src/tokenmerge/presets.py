@@ -120,10 +120,9 @@ def _one(data: Any) -> Merge | Hold:
     # Names need not be texts in YAML.
     values = {str(name): value for name, value in data.items()}
     kind = values.pop("technique", None)
-    if kind is None and (values.get("method") == "hold" or not values.keys().isdisjoint(_GONE)):
-        raise TokenMergeError(
-            "it is a config of tokenmerge 0.1; its new form is " + json.dumps(new_form(values)) + " (docs/upgrading.md)"
-        )
+    if kind is None and values and values.keys() <= {*Merge.field_docs(), *_GONE}:
+        new = json.dumps(new_form(values), default=str)
+        raise TokenMergeError(f"it is a config of tokenmerge 0.1; its new form is {new} (docs/upgrading.md)")
     if not isinstance(kind, str) or kind not in TECHNIQUES:
         raise TokenMergeError(f"technique is {kind!r}; it must be one of {', '.join(TECHNIQUES)}. {_EXAMPLE}")
     try:

@@ -22,6 +22,8 @@ from diffusers import (
 import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold
+from tokenmerge.families.calls import DenoiserCall
+from tokenmerge.holding.controller import Holding
 from tokenmerge.runtime.clock import Clock
 from tokenmerge.runtime.scheduler import uneven_places
 from tokenmerge.runtime.timeline import Timeline
@@ -105,3 +107,22 @@ def test_steps_in_one_place_are_held_where_a_picture_begins_and_others_are_not()
         kept = number if step.keeps else kept
         kinds.append(str(step))
     assert kinds == ["full, kept", "held", "held", "full", "full", "full", "full, kept", "full, kept"]
+
+
+def test_no_slope_is_taken_across_steps_that_ran_and_were_not_kept() -> None:
+    """Near steps are kept where a picture begins, and those after them are not."""
+    clock = Clock()
+    holding, timeline = Holding(clock), Timeline(None, Hold(start=0.5))
+    clock.start_image(6, [0.0, 0.05, 1.0, 2.0, 3.0, 4.0])
+    call = DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), 8, 8)
+    lengths = []
+    for number in range(6):
+        clock.step, clock.call = number, 0
+        kept = holding.last_kept(call)
+        step = timeline.step(clock.place(), None if kept is None else clock.place(kept))
+        holding.enter(call, step)
+        holding.leave(restart=False)
+        if step.keeps:
+            lengths.append(len(holding._kept[0, call.size].steps))
+    # Step 0 is kept; 2 runs and is not; from the window's first kept step on slopes are taken anew.
+    assert lengths[:2] == [1, 1]

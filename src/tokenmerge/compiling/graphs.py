@@ -237,7 +237,7 @@ class GraphedForward:
         self._obstacle = _obstacle(self._denoiser)
 
     def _forget(self) -> None:
-        """Let go of all that was seen: sites that were removed since keep their maps and gaps in memory."""
+        """Let go of all that was seen: sites that were removed since keep their maps and residuals in memory."""
         self._state, self._obstacle, self._losses = (), "", 0
         self._recordings.clear()
         self._failed.clear()

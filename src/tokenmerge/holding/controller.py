@@ -63,10 +63,13 @@ class Holding:
         self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
         for run in self.runs:
             run.entered = None
-        if self.act == RUN:
-            return
         turn = self._clock.call
         kept = self._kept.get((turn, call.size))
+        if self.act == RUN:
+            if kept is not None:
+                # No slope across a step that ran and was not kept.
+                kept.steps.clear()
+            return
         if kept is None or kept.image != self._clock.image:
             # The tensors of a call would be kept alive by its ids and timestep.
             known = call._replace(ids=None, timestep=torch.zeros(()))
@@ -90,6 +93,8 @@ class Holding:
             kept, step = self._pending
             kept.steps = [step] if restart else [*kept.steps[-1:], step]
         self._pending = None
+        # Blocks that are called by themselves run.
+        self.act = RUN
 
     def _drop_failed(self) -> None:
         """A call that failed on the way has left residuals among those of the last that ran: begin anew."""

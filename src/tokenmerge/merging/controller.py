@@ -84,6 +84,14 @@ class Merging:
             for group in self.groups:
                 group.grids = known
 
+    def leave(self) -> None:
+        """At the end of a call that did not fail."""
+        if self.acts:
+            for group in self.groups:
+                group.note()
+        # Blocks that are called by themselves do not merge.
+        self.acts = False
+
     def close(self) -> None:
         self.acts = False
 

@@ -74,7 +74,6 @@ class MergeGroup:
 
     def enter(self, call: DenoiserCall) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
-        self.note()
         image, step, turn = self._clock.now
         turn = min(turn, MAX_CALLS)
         if image != self._seeded_for:
@@ -130,7 +129,7 @@ class MergeGroup:
         return self._partitions[key]
 
     def note(self) -> None:
-        """Note what the last call has renewed."""
+        """Note what a call has renewed, at its end: one that fails may have left half of a map."""
         due = self._due
         if due is None or due.noted:
             return
@@ -195,7 +194,6 @@ class MergeGroup:
     @property
     def has_maps(self) -> bool:
         """Whether the maps of the last call have been made: a step may not merge, and a cache may skip all layers."""
-        self.note()
         return self._due is not None and self._due.made.selected is not None
 
     @property

@@ -81,6 +81,7 @@ class Follower:
             return
         if self._way_out_of_noise and adds_noise(scheduler):
             raise self._noisy(scheduler)
+        check_levels(self._timeline.hold, scheduler)
         self.close()
         self._followed = weakref.ref(scheduler)
         self._stop_listening = listen(scheduler, self)
@@ -104,13 +105,14 @@ class Follower:
         check_levels(hold, scheduler)
         # Some schedulers keep sigmas on the device, for which reading them waits.
         levels = scheduler.sigmas.tolist() if hold is not None and hold.extrapolate == "sigma" else None
-        self.clock.start_image(total, None if hold is None else uneven_places(scheduler), levels)
+        asks = hold is not None or self._timeline.needs_length
+        self.clock.start_image(total, uneven_places(scheduler) if asks else None, levels)
 
     def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self.clock.begin = scheduler.begin_index or 0
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
-        _, *names = inspect.signature(type(scheduler).step).parameters
+        names = inspect.signature(scheduler.step).parameters
         given = {**dict(zip(names, arguments, strict=False)), **named}
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
         # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
@@ -173,7 +175,7 @@ class Follower:
         """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""
         if hasattr(scheduler, "begin_index"):
             return scheduler.begin_index or 0
-        if not self._timeline.needs_length:
+        if self._timeline.hold is None and not self._timeline.needs_length:
             return 0
         places = (scheduler.timesteps.cpu() == timestep.flatten()[0].cpu()).nonzero()
         return int(places[0]) if len(places) else 0
@@ -188,10 +190,17 @@ class Follower:
 def scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
     """A function that gives the scheduler in use now, and keeps neither pipeline nor scheduler alive."""
     if scheduler is not None:
+        if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
+            told = scheduler.__name__ if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
+            raise TokenMergeError(f"scheduler is {told}; give the scheduler object that drives the denoiser")
         return weakref.ref(scheduler)
     if isinstance(model, nn.Module):
         return lambda: None
-    pipeline = weakref.ref(model)
+    try:
+        pipeline = weakref.ref(model)
+    except TypeError:
+        # A model host of somebody's own that cannot be referred to weakly.
+        return scheduler_source(nn.Module(), getattr(model, "scheduler", None))
     return lambda: getattr(pipeline(), "scheduler", None)
 
 

@@ -27,6 +27,8 @@ class Merging(Protocol):
 
     def enter(self, call: DenoiserCall, step: Step, *, waits: bool) -> None: ...
 
+    def leave(self) -> None: ...
+
     def close(self) -> None: ...
 
     @property
@@ -124,6 +126,8 @@ class State(Uncopied):
             if self.step.keeps:
                 self._kinds[turn] = self.step.kind
             self.holding.leave(restart=restart)
+        if self.merging is not None:
+            self.merging.leave()
 
     @property
     def _did(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..config import Hold, Merge
@@ -50,7 +51,7 @@ class Timeline:
     def step(self, now: Place, kept: Place | None, *, may_hold: bool = True) -> Step:
         """What a step does. kept: the last step of this image whose residuals were kept, if there is one."""
         position = now.position or 0.0
-        runs = MERGED if self.merge is not None and self.merge.start <= position < self.merge.stop else FULL
+        runs = MERGED if self.merge is not None and _merges(self.merge, position) else FULL
         hold = self.hold
         if hold is None or not may_hold or position >= hold.stop:
             return Step(runs)
@@ -59,7 +60,7 @@ class Timeline:
             if kept is not None and 0.0 < now.at - kept.at < _NEAR:
                 return Step(HELD)
             return Step(runs, keeps=0.0 < now.to_next < _NEAR)
-        if kept is None or (kept.position or 0.0) < hold.start or now.at - kept.at >= _distance(hold, kept):
+        if kept is None or (kept.position or 0.0) < hold.start or now.at - kept.at > _farthest(hold, kept):
             return Step(runs, keeps=True)
         return Step(HELD)
 
@@ -89,8 +90,14 @@ class Timeline:
         return found
 
 
-def _distance(hold: Hold, kept: Place) -> float:
-    """From a kept step to the next one. Residuals change fastest at first, so the distance grows over the window, from
-    half of `every` to one and a half times; it is never a single step, where nothing would be saved."""
+def _merges(merge: Merge, position: float) -> bool:
+    """Whether a step lies in the window. The last one of an uneven schedule may lie at its very end."""
+    return merge.start <= position and (position < merge.stop or merge.stop == 1.0)
+
+
+def _farthest(hold: Hold, kept: Place) -> int:
+    """How far from a kept step others may be held. Residuals change fastest at first, so the distance to the next kept
+    step grows over the window, from half of `every` to one and a half times; it is never a single step, where nothing
+    would be saved."""
     share = 0.5 if kept.position is None else (kept.position - hold.start) / (hold.stop - hold.start)
-    return max(2.0, hold.every * (0.5 + share))
+    return math.ceil(max(2.0, hold.every * (0.5 + share))) - 1
