@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-import tiny
 import tokenmerge
+from saved import save_sdxl
 from tokenmerge.tools.cli.main import parser
 
 ROOT = Path(__file__).parents[2]
@@ -29,50 +26,6 @@ TELL_OF_GONE = ("log.md", "upgrading.md")
 def blocks(path: Path, language: str = "") -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     return [text for named, text in found if named == language]
-
-
-def tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer whose vocabulary is little more than the bytes."""
-    base = CLIPTokenizer()
-    small = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
-    small.normalizer = base.backend_tokenizer.normalizer
-    small.pre_tokenizer = base.backend_tokenizer.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        end_of_word_suffix="</w>",
-        special_tokens=["<|startoftext|>", "<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    small.train_from_iterator(["a photo of a sunflower"], trainer)
-    trained = json.loads(small.to_str())["model"]
-    merges = [tuple(pair) for pair in trained["merges"]]
-    return CLIPTokenizer(vocab=trained["vocab"], merges=merges, model_max_length=16)
-
-
-def save_sdxl(folder: Path) -> Path:
-    """A tiny SDXL pipeline with text encoders."""
-    words = tokenizer()
-    config = CLIPTextConfig(
-        vocab_size=len(words),
-        hidden_size=tiny.TEXT_WIDTH // 2,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        projection_dim=tiny.POOLED_WIDTH,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    pipe = tiny.build(
-        "sdxl",
-        tokenizer=words,
-        tokenizer_2=words,
-        text_encoder=CLIPTextModel(config).eval(),
-        text_encoder_2=CLIPTextModelWithProjection(config).eval(),
-    )
-    pipe.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
