@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tiny
 import tokenmerge
 from saved import save_sdxl
 from tokenmerge.tools.cli.main import parser
