@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(BIN)/tokenmerge generate --model tiny-sdxl --out demo.png
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

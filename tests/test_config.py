@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.config import LARGEST_SEED, TECHNIQUES, Regions, Techniques
+from tokenmerge.config import LARGEST_SEED, TECHNIQUES, TOLERANCE, Regions, Techniques
 from tokenmerge.errors import did_you_mean, first_line
 
 CLASSES = [Merge, Hold]
@@ -78,9 +78,14 @@ REFUSED: list[tuple[type[Merge] | type[Hold], str, object]] = [
     (Hold, "every", 2.5),
     (Hold, "every", True),
     (Hold, "start", -0.1),
-    (Hold, "stop", 0.2),
+    (Hold, "stop", 0.0),
     (Hold, "what", "block"),
-    (Hold, "extrapolate", "quadratic"),
+    (Hold, "tolerance", 0.0),
+    (Hold, "tolerance", -0.1),
+    (Hold, "tolerance", math.nan),
+    (Hold, "tolerance", math.inf),
+    (Hold, "tolerance", "small"),
+    (Hold, "tolerance", True),
 ]
 
 
@@ -213,3 +218,14 @@ def test_the_first_line_of_an_error(error: Exception, line: str) -> None:
 def test_only_near_names_are_proposed() -> None:
     assert did_you_mean("raito", ["ratio", "regions"]) == " (did you mean 'ratio'?)"
     assert did_you_mean(5, ["ratio"]) == ""
+
+
+def test_hold_goes_by_a_tolerance_or_by_a_distance() -> None:
+    assert Hold() == Hold(tolerance=TOLERANCE)
+    assert Hold(every=3).tolerance is None
+    with pytest.raises(TokenMergeError, match=r"tolerance is 0.1 and every is 3; .* give one"):
+        Hold(tolerance=0.1, every=3)
+    assert Hold().replace(every=3) == Hold(every=3)
+    assert Hold(every=3, start=0.5).replace(tolerance=0.1) == Hold(tolerance=0.1, start=0.5)
+    assert Hold(every=3).replace(start=0.5) == Hold(every=3, start=0.5)
+    assert [Hold(every=1).acts, Hold(every=2).acts, Hold().acts] == [False, True, True]

@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding=
 LOOK_UPS = re.findall(r"`([\w/]+\.py)`", PAGE[PAGE.index("Beside these a call only looks") :].split("\n\n")[0])
 WALKS = {
     "merged": ("**A merged call", Merge(regions="tile:2x2"), 3, 10),
-    "held": ("**A held call", Hold(start=0.0), 2, 8),
+    "held": ("**A held call", Hold(every=3, start=0.0), 2, 8),
 }
 
 

@@ -14,7 +14,7 @@ import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError
 from traces import attributes
 
-BOTH = [Merge(), Hold(start=0.0)]
+BOTH = [Merge(), Hold(every=3, start=0.0)]
 
 
 def apply(pipe: Any, **fields: Any) -> Any:
@@ -97,7 +97,7 @@ def test_number_of_sites_of_the_published_models() -> None:
     ],
 )
 def test_held_runs_are_blocks_with_nothing_between_them(kind: str, what: str, runs: list[int]) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), Hold(what=what))
+    pipe = tokenmerge.apply(tiny.build(kind), Hold(every=3, what=what))
     plan = tokenmerge.summary(pipe).plan
     assert [len(run.blocks) for run in plan.runs] == runs
     assert replaced_forwards(tiny.denoiser_of(pipe)) == sum(runs)
@@ -143,7 +143,7 @@ def test_the_default_holds_blocks_or_stages_in_every_pipeline(kind: str) -> None
     assert told.steps["held"] >= 2
     assert 0 < (held - plain).abs().mean() < (merged - plain).abs().mean() / 2
     assert torch.equal(tiny.draw(pipe, steps=16), held)
-    tokenmerge.apply(pipe, Hold(what="blocks"))
+    tokenmerge.apply(pipe, Hold(every=3, what="blocks"))
     tiny.draw(pipe, steps=16)
     assert 0 < told.residual_bytes <= tokenmerge.summary(pipe).residual_bytes
     tokenmerge.remove(pipe)
@@ -155,10 +155,11 @@ def test_both_techniques_run_merged_what_hold_lets_run_in_every_pipeline(kind: s
     pipe = tiny.build(kind)
     plain, known = tiny.draw(pipe, steps=10), {name: sorted(each) for name, each in attributes(pipe).items()}
     merged = tiny.draw(apply(pipe), steps=10)
-    tokenmerge.apply(pipe, Hold())
+    hold = Hold(every=2, start=0.75)
+    tokenmerge.apply(pipe, hold)
     tiny.draw(pipe, steps=10)
     steps = tokenmerge.summary(pipe).steps
-    tokenmerge.apply(pipe, [Merge(), Hold()])
+    tokenmerge.apply(pipe, [Merge(), hold])
     both = tiny.draw(pipe, steps=10)
     told = tokenmerge.summary(pipe)
     assert told.steps == {"merged": steps["full"], "held": steps["held"]}
@@ -382,7 +383,7 @@ def test_applied_restores_what_was_there(kind: str) -> None:
     assert not torch.equal(inner, outer)
 
 
-@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(start=0.0)]], ids=["merge", "both"])
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3, start=0.0)]], ids=["merge", "both"])
 def test_a_bare_denoiser_and_its_pipeline_are_the_same_to_apply(techniques: list[Any]) -> None:
     pipe = tiny.build("sdxl")
     tokenmerge.apply(pipe.unet, techniques, scheduler=pipe.scheduler)

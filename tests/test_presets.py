@@ -15,7 +15,6 @@ from tokenmerge import Hold, Merge, TokenMergeError, presets
 from tokenmerge.config import (
     BACKENDS,
     COMPONENTS,
-    EXTRAPOLATIONS,
     HELD,
     LARGEST_SEED,
     MERGES,
@@ -56,14 +55,8 @@ merges = st.builds(
     seed=st.integers(0, LARGEST_SEED),
     backend=st.sampled_from(BACKENDS),
 )
-holds = st.builds(
-    Hold,
-    every=st.integers(1, 50),
-    start=starts,
-    stop=stops,
-    what=st.sampled_from(HELD),
-    extrapolate=st.sampled_from(EXTRAPOLATIONS),
-)
+window = {"start": starts, "stop": stops, "what": st.sampled_from(HELD)}
+holds = st.builds(Hold, every=st.integers(1, 50), **window) | st.builds(Hold, tolerance=st.floats(1e-6, 10), **window)
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,7 +76,7 @@ def test_presets_are_named_once_and_cannot_be_changed() -> None:
     taken = presets()
     taken.clear()
     assert list(presets()) == [
-        *("hold", "unet", "dit", "toma", "toma-once", "toma-stripe", "toma-tile", "lower-bound"),
+        *("hold", "unet", "dit", "video", "toma", "toma-once", "toma-stripe", "toma-tile", "lower-bound"),
         *("tomesd", "tofu", "todo", "pool", "random", "uniform", "none"),
     ]
     assert {merge.method for merge in presets().values() if isinstance(merge, Merge)} == set(METHODS)
@@ -268,7 +261,7 @@ OLD: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "held stages": (
         {"method": "hold", "sites": "stage", "gap": "sigma", "schedule": {"anchor_every": 3}},
-        {"technique": "hold", "every": 3, "start": 0.0, "extrapolate": "sigma", "what": "stages"},
+        {"technique": "hold", "every": 3, "start": 0.0, "what": "stages"},
     ),
     "anchored": (
         {"ratio": 0.75, "trust": 0.5, "gap": "linear", "schedule": {"anchor_every": 5, "start": 0.2}},

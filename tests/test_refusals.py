@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tiny
 import tokenmerge
+from denoisers import DENOISERS
 from tokenmerge import Hold, Merge, TokenMergeError, presets
 from tokenmerge.families.calls import TokenGrid
 from tokenmerge.merging.grid import partition_grids
@@ -19,7 +20,7 @@ from tokenmerge.tools.bench.timing import Loop
 from traces import attributes, same
 
 # With what merging cannot follow, neither can both.
-MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold()]]
+MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold(every=3)]]
 
 
 def apply(pipe: Any, **fields: Any) -> Any:
@@ -55,17 +56,17 @@ def told(techniques: list[Any]) -> str:
         ("sdxl", "unet", {"skip_first": 0.5, "skip_last": 0.5}, "no site .* skip_last"),
         ("sdxl", "unet", {"levels": (16,)}, "no site .* change levels"),
         ("sdxl", "unet", {"levels": (1,)}, "no site .* change levels"),
-        ("sdxl", [Merge(levels=(1,)), Hold()], {}, "no site .* change levels"),
+        ("sdxl", [Merge(levels=(1,)), Hold(every=3)], {}, "no site .* change levels"),
         ("sdxl", "tomesd", {"sites": "span"}, "choose from component, block"),
         ("flux", "toma", {"components": ("cross_attention",)}, "no site .* components"),
         ("flux", "toma", {"levels": (1,)}, "has only one"),
         ("flux", "todo", {}, "fewer keys than queries"),
-        ("flux", Hold(what="stages"), {}, "has none; use what='blocks'"),
-        ("flux", [Merge(), Hold(what="stages")], {}, "has none; use what='blocks'"),
+        ("flux", Hold(every=3, what="stages"), {}, "has none; use what='blocks'"),
+        ("flux", [Merge(), Hold(every=3, what="stages")], {}, "has none; use what='blocks'"),
         ("sd3", "dit", {"skip_last": 4}, "no site .* skip_last"),
     ],
 )
-@pytest.mark.parametrize("before", [None, [Merge(), Hold(start=0.0)]], ids=["plain", "applied"])
+@pytest.mark.parametrize("before", [None, [Merge(), Hold(every=3, start=0.0)]], ids=["plain", "applied"])
 def test_a_refused_apply_leaves_the_model_as_it_was(
     kind: str, technique: Any, fields: dict[str, Any], message: str, before: Any
 ) -> None:
@@ -80,7 +81,7 @@ def test_a_refused_apply_leaves_the_model_as_it_was(
     assert torch.equal(tiny.draw(pipe), image)
 
 
-@pytest.mark.parametrize("before", [Merge(ratio=0.25), Hold(start=0.0)], ids=["merge", "hold"])
+@pytest.mark.parametrize("before", [Merge(ratio=0.25), Hold(every=3, start=0.0)], ids=["merge", "hold"])
 def test_a_scheduler_that_fails_leaves_the_model_as_it_was(before: Any) -> None:
     class Broken(Loop):
         @property
@@ -91,7 +92,7 @@ def test_a_scheduler_that_fails_leaves_the_model_as_it_was(before: Any) -> None:
     tokenmerge.apply(unet, before, scheduler=Loop(4))
     known = dict(vars(broken))
     with pytest.raises(RuntimeError, match="no noise levels"):
-        tokenmerge.apply(unet, [Merge(), Hold(extrapolate="sigma")], scheduler=broken)
+        tokenmerge.apply(unet, [Merge(), Hold()], scheduler=broken)
     plan = tokenmerge.summary(unet).plan
     assert plan is not None
     assert [each.replace(what="auto") if isinstance(each, Hold) else each for each in plan.techniques if each] == [
@@ -102,7 +103,7 @@ def test_a_scheduler_that_fails_leaves_the_model_as_it_was(before: Any) -> None:
 
 def test_a_site_that_cannot_be_installed_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was put on a model before something failed is taken off, and what was applied is applied again."""
-    pipe = tokenmerge.apply(tiny.build("sdxl"), [Merge(ratio=0.25), Hold(start=0.0)])
+    pipe = tokenmerge.apply(tiny.build("sdxl"), [Merge(ratio=0.25), Hold(every=3, start=0.0)])
     image, names = tiny.draw(pipe), sorted(vars(pipe.scheduler))
     forwards = replaced_forwards(pipe.unet)
     last = [module for module in pipe.unet.modules() if type(module).__name__ == "BasicTransformerBlock"][-1]
@@ -126,11 +127,19 @@ def replaced_forwards(module: nn.Module) -> set[str]:
 @pytest.mark.parametrize("call", [tokenmerge.apply, tokenmerge.remove, tokenmerge.summary])
 def test_something_without_a_denoiser_is_refused(call: Any) -> None:
     for model in ("sdxl", None, object()):
-        with pytest.raises(TokenMergeError, match="supported denoisers are UNet2DConditionModel"):
+        with pytest.raises(TokenMergeError, match=r"supported_models\(\)"):
             call(model)
 
 
 def test_an_unsupported_denoiser_is_refused() -> None:
+    with pytest.raises(
+        TokenMergeError, match=r"Linear is not supported: .* takes no timestep, .* denoisers are UNet2D"
+    ):
+        tokenmerge.apply(nn.Linear(2, 2))
+
+
+def test_a_denoiser_of_which_nothing_can_be_held_is_refused_when_it_runs() -> None:
+    """That its blocks do not follow each other, only a call shows."""
     unet = UNet2DModel(
         sample_size=8,
         block_out_channels=(8, 8),
@@ -139,10 +148,50 @@ def test_an_unsupported_denoiser_is_refused() -> None:
         down_block_types=("DownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "UpBlock2D"),
     )
-    for model in (nn.Linear(2, 2), unet, DDPMPipeline(unet, tiny.ddim())):
-        with pytest.raises(TokenMergeError, match="supported denoisers are UNet2DConditionModel"):
+    pipe = DDPMPipeline(unet, tiny.ddim())
+    pipe.set_progress_bar_config(disable=True)
+    before = [list(vars(module)) for module in unet.modules()]
+    tokenmerge.apply(pipe, Hold())
+    for _ in range(2):
+        with pytest.raises(TokenMergeError, match=r"UNet2DModel cannot be held: .* no two follow each other"):
+            pipe(num_inference_steps=2)
+    tokenmerge.remove(pipe)
+    assert [list(vars(module)) for module in unet.modules()] == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in unet.modules())
+    pipe(num_inference_steps=2)
+
+
+class Cascade:
+    """A pipeline with a denoiser of another name."""
+
+    def __init__(self) -> None:
+        self.decoder = DENOISERS["SanaTransformer2DModel"].build()
+        self.text_encoder = nn.ModuleList([nn.Linear(2, 2)])
+
+
+def test_a_pipeline_with_a_denoiser_of_another_name_is_told_how_to_hold_it() -> None:
+    with pytest.raises(TokenMergeError, match=r"but Hold would do for its decoder: apply to pipe\.decoder, with sched"):
+        tokenmerge.apply(Cascade())
+
+
+def test_the_nearest_supported_ones_are_named() -> None:
+    for name, near in {
+        "StableDiffusion3OtherPipeline": "StableDiffusion3Pipeline",
+        "WanTransformer4DModel": "WanTransformer3D",
+    }.items():
+        model = type(name, (nn.Module,) if "Model" in name else (), {})()
+        with pytest.raises(TokenMergeError, match=f"supported (denoisers|pipelines) are .*{near}"):
             tokenmerge.apply(model)
-        assert not any("forward" in vars(module) for module in unet.modules())
+
+
+def test_merging_says_why_a_model_without_a_table_cannot_be_merged() -> None:
+    for name, reason in {"SanaTransformer2DModel": "convolutions", "ErnieImageTransformer2DModel": "no table"}.items():
+        denoiser = DENOISERS[name].build()
+        before = [dict(vars(module)) for module in denoiser.modules()]
+        for technique in (Merge(), [Merge(), Hold(start=0.0)], "toma"):
+            with pytest.raises(TokenMergeError, match=f"{name} cannot be merged: .*{reason}.*; use Hold"):
+                tokenmerge.apply(denoiser, technique)
+        assert [dict(vars(module)) for module in denoiser.modules()] == before
 
 
 def draw_refused(pipe: Any, message: str, **options: Any) -> None:
@@ -200,12 +249,17 @@ def test_chunked_feed_forward_is_refused_before_and_after_apply(kind: str, techn
 def test_the_ways_out_of_ip_adapter_masks_lead_out() -> None:
     pipe = tiny.build("sdxl")
     masks = {"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]}
-    for techniques in ([Merge()], [Merge(), Hold()]):
+    for techniques in ([Merge()], [Merge(), Hold(every=3)]):
         tokenmerge.apply(pipe, techniques)
         draw_refused(
             pipe, r"use Merge\(sites='component'\), .* or Hold, or leave the masks out", cross_attention_kwargs=masks
         )
-    for techniques in ([Merge(sites="component")], [Hold()], [Hold(what="blocks")], [Merge(sites="component"), Hold()]):
+    for techniques in (
+        [Merge(sites="component")],
+        [Hold(every=3)],
+        [Hold(every=3, what="blocks")],
+        [Merge(sites="component"), Hold(every=3)],
+    ):
         tokenmerge.apply(pipe, techniques)
         assert tiny.draw(pipe, steps=8, cross_attention_kwargs=masks).isfinite().all()
     # Presets that merge whole blocks are turned into such by the same field.
@@ -219,7 +273,7 @@ def test_gligen_is_refused(techniques: list[Any]) -> None:
     draw_refused(pipe, "'gligen'", cross_attention_kwargs={"gligen": {"boxes": torch.zeros(1, 1, 4)}})
 
 
-@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold()]], ids=told)
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3)]], ids=told)
 def test_layers_may_be_skipped(techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("sd3"), techniques)
     options = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
@@ -234,7 +288,7 @@ def test_todo_refuses_perturbed_attention_guidance() -> None:
     perturbed = StableDiffusionXLPAGPipeline(**pipe.components, add_watermarker=False, pag_applied_layers=["mid"])
     perturbed.set_progress_bar_config(disable=True)
     plain = tiny.draw(perturbed, pag_scale=3.0)
-    for techniques in ([presets()["todo"]], [presets()["todo"], Hold()]):
+    for techniques in ([presets()["todo"]], [presets()["todo"], Hold(every=3)]):
         tokenmerge.apply(perturbed, techniques)
         for _ in range(2):
             with pytest.raises(TokenMergeError, match=r"perturbed-attention guidance \(PAG.* use another method"):
@@ -258,15 +312,15 @@ def test_the_way_out_of_a_unet_without_transformer_blocks_under_noise_leads_out(
         block_out_channels=(8, 16),
     )
     pipe = tiny.build("sd", unet=unet, scheduler=DDPMScheduler())
-    for technique in (None, Hold(), Hold(what="blocks"), Merge(), "toma", [Merge(), Hold()]):
+    for technique in (None, Hold(every=3), Hold(every=3, what="blocks"), Merge(), "toma", [Merge(), Hold(every=3)]):
         with pytest.raises(
             TokenMergeError, match=r"use \w*\(?what='stages'\)?, under a scheduler that adds no noise, such as DDIM"
         ):
             tokenmerge.apply(pipe, technique)
     with pytest.raises(TokenMergeError, match=r"adds noise .* use a scheduler that adds none, such as DDIMScheduler"):
-        tokenmerge.apply(pipe, Hold(what="stages"))
+        tokenmerge.apply(pipe, Hold(every=3, what="stages"))
     pipe.scheduler = tiny.ddim()
-    tokenmerge.apply(pipe, Hold(what="stages"))
+    tokenmerge.apply(pipe, Hold(every=3, what="stages"))
     assert tiny.draw(pipe, steps=8).isfinite().all()
     assert tokenmerge.summary(pipe).steps["held"] > 0
 
@@ -339,6 +393,6 @@ def test_caches_put_on_by_function_are_seen_too() -> None:
 
 def test_reference_images_are_not_merged_into_the_picture() -> None:
     grids = (TokenGrid(8, 8), TokenGrid(6, 8))
-    with pytest.raises(TokenMergeError, match="would be merged as one"):
-        partition_grids(grids, Merge(regions="stripe", merge_regions="whole"))
+    alone = partition_grids(grids, Merge(regions="stripe", merge_regions="whole"))
+    assert (alone.layout.tokens, alone.whole) == (64, 48), "no region holds tokens of both"
     assert partition_grids(grids, Merge()).layout.tokens == 112

@@ -54,7 +54,7 @@ def _seeded(build: Callable[[], nn.Module]) -> Any:
         module = build().eval().requires_grad_(False)
         for parameter in module.parameters():
             # Zeros (ControlNet's outputs) and ones (norms) would hide what passes through them.
-            if parameter.min() == parameter.max():
+            if parameter.numel() and parameter.min() == parameter.max():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return module
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +17,25 @@ from torch import Tensor, nn
 from .compiling import compiled_state
 from .config import Hold, Merge, Techniques
 from .errors import TokenMergeError
-from .families import Family, denoiser_of, families, family_of
+from .families import Family, denoiser_of, denoisers_of, families, family_of
 from .families.calls import TokenGrid
+from .families.scales import latent_scales
 from .holding.controller import Holding
-from .holding.sites import check_holdable, install_holding
+from .holding.learning import LearnedRun, Learner
+from .holding.sites import LearnedSite, check_holdable, install_holding, install_learned
 from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
 from .merging.places import install_merging
-from .planning import Plan, Summary, make_plan
+from .planning import Drift, Plan, Summary, make_plan
 from .planning.plan import check_steps, timeline_of
+from .planning.tables import counted
 from .presets import resolve
 from .runtime.foreign import cache_hooks, leads_cache
 from .runtime.installing import Installation
+from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
-from .runtime.scheduler import Follower, check_levels, scheduler_source
+from .runtime.scheduler import Follower, scheduler_source
 from .runtime.state import APPLIED, State
 
 Model = TypeVar("Model")
@@ -59,10 +64,18 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
     A model that has techniques already gets the new ones instead. If anything is wrong the model is left as it was.
     """
     techniques = resolve(technique, fields)
-    denoiser = denoiser_of(model)
-    family = family_of(denoiser)
     scheduler_of = scheduler_source(model, scheduler)
-    techniques = decided(family, techniques, scheduler_of())
+    denoisers = denoisers_of(model)
+    # All are checked before any is touched.
+    plans = [_checked_plan(denoiser, techniques, scheduler_of()) for denoiser in denoisers]
+    _apply_plans([(denoiser, plan_, scheduler_of) for denoiser, plan_ in zip(denoisers, plans, strict=True)])
+    return model
+
+
+def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
+    """The plan for a denoiser; raises where it cannot be applied."""
+    family = family_of(denoiser)
+    techniques = decided(family, techniques, scheduler)
     plan_ = make_plan(denoiser, family, techniques)
     caches = cache_hooks(denoiser)
     if caches and plan_.runs:
@@ -72,42 +85,42 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
             f"a cache ({caches[0]}) is enabled already; a cache must come after a technique: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
-    _check_scheduler(plan_, scheduler_of())
+    _check_scheduler(plan_, scheduler)
     if techniques.merge is not None:
         check_mergeable(denoiser, techniques.merge)
         if plan_.merged_sites:
             check_places(plan_.merged_sites)
-    _apply_plan(denoiser, family, plan_, scheduler_of)
-    return model
+    return plan_
 
 
 def remove(model: Model) -> Model:
     """Take all techniques off a pipeline or denoiser, which is then exactly as before `apply`. Safe to call twice."""
-    denoiser = denoiser_of(model)
+    for denoiser in denoisers_of(model):
+        _remove(denoiser)
+    return model
+
+
+def _remove(denoiser: nn.Module) -> None:
     known = vars(denoiser).get(APPLIED)
     if known is not None:
         known.installation.uninstall()
         known.state.close()
         delattr(denoiser, APPLIED)
-    return model
 
 
 @contextmanager
 def applied(model: Model, technique: Asked = None, *, scheduler: Any = None, **fields: Any) -> Iterator[Model]:
     """`apply` inside a `with` block; afterwards the model has what it had before, be it techniques or none."""
-    denoiser = denoiser_of(model)
-    known = vars(denoiser).get(APPLIED)
-    # Not all that is known, whose maps and residuals would be kept for as long.
-    before = (known.plan, known.scheduler_of) if known is not None else None
-    del known
+    denoisers = denoisers_of(model)
+    before = [_known(denoiser) for denoiser in denoisers]
     apply(model, technique, scheduler=scheduler, **fields)
     try:
         yield model
     finally:
-        # Not that of the model now: somebody may have put another one in.
-        remove(denoiser)
-        if before is not None:
-            _apply_plan(denoiser, family_of(denoiser), *before)
+        # Not those of the model now: somebody may have put another one in.
+        for denoiser in denoisers:
+            _remove(denoiser)
+        _apply_plans([each for each in before if each is not None])
 
 
 def plan(
@@ -116,30 +129,64 @@ def plan(
     *,
     height: int,
     width: int,
+    frames: int | None = None,
     steps: int = 30,
     vae_scale_factor: int | None = None,
+    vae_scale_factor_temporal: int | None = None,
     **fields: Any,
 ) -> Plan:
-    """What `apply` would do at `height` x `width` pixels in so many steps, without doing it. The model may be on the
-    meta device."""
+    """What `apply` would do in so many steps at `height` x `width` pixels, without doing it.
+
+    frames: of a video; without it, as many as models of its family usually make.
+    vae_scale_factor, vae_scale_factor_temporal: pixels along a side and frames that a latent stands for; a pipeline
+    knows its own. The model may be on the meta device.
+    """
     techniques = resolve(technique, fields)
     check_steps(steps)
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
-    techniques = decided(family, techniques, scheduler_source(model, None)())
-    scale: int = vae_scale_factor or getattr(model, "vae_scale_factor", None) or 8
+    scheduler = scheduler_source(model, None)()
+    techniques = decided(family, techniques, scheduler)
+    known_scale, known_frames = _known_scales(model, family)
+    scale = vae_scale_factor or known_scale
     if min(height, width) < scale:
         raise TokenMergeError(f"{width}x{height} pixels are less than one {scale}-pixel latent; give a larger size")
-    call = family.plan_call(denoiser, height // scale, width // scale)
-    if min(call.height, call.width) < 1:
+    latents = latent_frames(family, frames, vae_scale_factor_temporal or known_frames)
+    call = family.plan_call(denoiser, height // scale, width // scale, latents)
+    if call.grids and not call.tokens:
         side = family.unit(denoiser, scale)
         raise TokenMergeError(f"{width}x{height} pixels are less than one token of {side}x{side}; give a larger size")
-    return make_plan(denoiser, family, techniques, call, steps)
+    return make_plan(denoiser, family, techniques, call, steps, planned_levels(scheduler, steps))
+
+
+def latent_frames(family: Family, frames: int | None, scale: int) -> int:
+    """Latents in time of a video of so many frames, or of the usual number. scale: frames that one stands for."""
+    if frames is None:
+        frames = family.frames
+    if frames < 1:
+        raise TokenMergeError(f"frames is {frames}; a video has 1 or more")
+    if frames > 1 and family.frames == 1:
+        raise TokenMergeError(
+            f"frames is {frames}, and {family.denoiser.__name__} makes single images; leave frames out"
+        )
+    return (frames - 1) // scale + 1
+
+
+def _known_scales(model: Any, family: Family) -> tuple[int, int]:
+    """Pixels along a side and frames that a latent stands for, as the decoder of a pipeline says, or as usual."""
+    decoder = getattr(model, "vae", None)
+    scale, frames = latent_scales(decoder.config) if decoder is not None else (None, None)
+    # Decoders in the place of a model's own need not say it.
+    return scale or getattr(model, "vae_scale_factor", None) or family.scales[0], frames or family.scales[1]
 
 
 def summary(model: Any) -> Summary:
     """What is applied to a pipeline or denoiser, and what its last image did."""
-    denoiser = denoiser_of(model)
+    first, *others = map(_summary, denoisers_of(model))
+    return replace(first, others=tuple(others))
+
+
+def _summary(denoiser: nn.Module) -> Summary:
     known = vars(denoiser).get(APPLIED)
     if known is None:
         return Summary(None, compiled=compiled_state(denoiser))
@@ -158,8 +205,41 @@ def summary(model: Any) -> Summary:
                 "backend": group.backend,
             }
         )
-    kept = known.holding.nbytes if known.holding is not None else 0
-    return Summary(known.plan, tuple(groups), compiled_state(denoiser), kept, dict(known.state.steps))
+    holding = known.holding
+    return Summary(
+        known.plan,
+        tuple(groups),
+        compiled_state(denoiser),
+        residual_bytes=holding.nbytes if holding is not None else 0,
+        held=_held(known.plan, known.installation),
+        steps=dict(known.state.steps),
+        nonsense=holding.errors.nonsense if holding is not None else 0,
+        drift=_drift(known),
+    )
+
+
+def _drift(known: _Applied) -> Drift | None:
+    """Of the last image; None where nothing was held, or nothing that was held had a measured error."""
+    drift = known.holding.drift if known.holding is not None else None
+    return Drift.of(drift, known.plan.family) if drift is not None and math.isfinite(drift) else None
+
+
+def _held(plan_: Plan, installation: Installation) -> str:
+    """What is held where no table says it."""
+    if not any(run.generic for run in plan_.runs):
+        return ""
+    blocks = [block.module for run in plan_.runs for block in run.blocks]
+    runs: list[list[str]] = []
+    for site in installation.sites_on(blocks):
+        if isinstance(site, LearnedSite):
+            if site.first:
+                runs.append([])
+            runs[-1].append(site.name)
+    if not runs:
+        return "The first call will show which blocks can be held."
+    told = ", ".join(f"{run[0]} to {run[-1]}" for run in runs)
+    held = sum(map(len, runs))
+    return f"Held without a table: {held} of {len(blocks)} blocks, in {counted(len(runs), 'run')} ({told})."
 
 
 @dataclass(frozen=True)
@@ -187,9 +267,10 @@ def token_maps(model: Any) -> list[TokenMap]:
     return maps
 
 
-def supported_models() -> tuple[str, ...]:
-    """Class names of the denoisers that `apply` takes, by themselves or inside a pipeline."""
-    return tuple(family.denoiser.__name__ for family in families())
+def supported_models() -> dict[str, str]:
+    """The denoisers that can be merged and held: the names of their classes in diffusers, each with the models that
+    have it, as people call them. Most other denoisers can be held."""
+    return {family.denoiser.__name__: family.title for family in families()}
 
 
 def decided(family: Family, techniques: Techniques, scheduler: Any) -> Techniques:
@@ -210,10 +291,9 @@ def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
     for each in acting:
         if each is not None and each.windowed and scheduler is None:
             raise TokenMergeError(
-                f"{type(each).__name__}'s window of {each.start} to {each.stop} needs to know how many steps there "
-                "are; apply to the pipeline, or give scheduler=..."
+                f"{type(each).__name__}'s window of {each.window[0]} to {each.window[1]} needs to know how many steps "
+                "there are; apply to the pipeline, or give scheduler=..."
             )
-    check_levels(acting[1], scheduler)
 
 
 def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
@@ -221,14 +301,40 @@ def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
     if not plan_.runs:
         return ""
     if family.stages is None:
-        return "use another scheduler, or apply a Merge"
+        return "use another scheduler" if family.unmergeable(denoiser) else "use another scheduler, or apply a Merge"
     if not family.blocks(denoiser):
         return "use a scheduler that adds none, such as DDIMScheduler"
     return "use Hold(what='blocks'), or another scheduler" if plan_.runs[0].stages else ""
 
 
-def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
+# What is applied to one denoiser, without its maps and residuals, which would be kept for as long.
+_Known = tuple[nn.Module, Plan, Callable[[], Any]]
+
+
+def _known(denoiser: nn.Module) -> _Known | None:
+    known = vars(denoiser).get(APPLIED)
+    return None if known is None else (denoiser, known.plan, known.scheduler_of)
+
+
+def _apply_plans(wanted: list[_Known]) -> None:
+    """Apply to all denoisers of a pipeline; if one fails, all have what they had before."""
+    done: list[tuple[nn.Module, _Known | None]] = []
+    try:
+        for each in wanted:
+            before = each[0], _known(each[0])
+            _apply_plan(*each)
+            done.append(before)
+    except BaseException:
+        for denoiser, known in done:
+            _remove(denoiser)
+            if known is not None:
+                _apply_plan(*known)
+        raise
+
+
+def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any]) -> None:
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
+    family = family_of(denoiser)
     acts = bool(plan_.merged_sites or plan_.runs)
     merge = plan_.techniques.merge if plan_.merged_sites else None
     timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
@@ -238,8 +344,8 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
     merging = Merging(merge, follower.clock) if merge is not None else None
     holding = Holding(follower.clock) if plan_.runs else None
     state = State(timeline, follower, merging, holding)
-    before = vars(denoiser).get(APPLIED)
-    remove(denoiser)
+    before = _known(denoiser)
+    _remove(denoiser)
     installation = Installation()
     try:
         if acts:
@@ -248,7 +354,7 @@ def _apply_plan(denoiser: nn.Module, family: Family, plan_: Plan, scheduler_of: 
         installation.uninstall()
         follower.close()
         if before is not None:
-            _apply_plan(denoiser, family, before.plan, before.scheduler_of)
+            _apply_plan(*before)
         raise
     setattr(denoiser, APPLIED, _Applied(plan_, state, installation, scheduler_of, merging, holding))
 
@@ -264,8 +370,11 @@ def _install(
 ) -> None:
     # The first technique on a module is the inner one: what is held is held with its merging.
     if merging is not None:
-        install_merging(plan_.merged_sites, merging, installation, shared=family.shares_positions)
-    if holding is not None:
+        install_merging(plan_.merged_sites, merging, installation)
+    learner = None
+    if holding is not None and any(run.generic for run in plan_.runs):
+        learner = _learner(plan_, holding, installation)
+    elif holding is not None:
         install_holding(plan_.runs, holding, installation)
     check = partial(check_holdable, runs=plan_.runs)
     weak = weakref.ref(denoiser)
@@ -294,5 +403,17 @@ def _install(
         held=[block.name for run in plan_.runs for block in run.blocks],
         stages=any(run.stages for run in plan_.runs),
         check_held=check,
+        watch=learner.watch if learner is not None else None,
     )
     installation.install(denoiser, observer.enter, observer.leave)
+
+
+def _learner(plan_: Plan, holding: Holding, installation: Installation) -> Learner:
+    """Installs sites once a call has shown what can be held."""
+    holding.learning = True
+
+    def learned(runs: list[LearnedRun]) -> None:
+        install_learned(runs, holding, installation)
+        holding.learning = False
+
+    return Learner(plan_.runs[0].blocks, learned)

@@ -7,6 +7,7 @@ table of options are made from there.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -25,7 +26,6 @@ SITES = ("component", "block")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
 HELD = ("auto", "blocks", "stages")
-EXTRAPOLATIONS = ("linear", "sigma")
 
 DEFAULT_REGION_COUNT = 64
 # That a generator takes everywhere.
@@ -38,31 +38,34 @@ Self = TypeVar("Self", bound="Technique")
 class Regions:
     """How a grid is wished to be cut. What a grid allows is decided in `merging/grid.py`.
 
-    Written as `whole`, `tile` or `stripe` (64 regions), `tile:16` (16 regions), `tile:8x4` (height x width in tokens).
+    Written as `whole`, `tile` or `stripe` (64 regions), `tile:16` (16 regions), `tile:8x4` (height x width in tokens),
+    `tile:2x8x4` (over two frames of a video).
     """
 
     kind: str
     count: int | None = None
     tile: tuple[int, int] | None = None
+    frames: int = 1
 
     @classmethod
     def parse(cls, text: str, name: str = "regions") -> Regions:
-        match = re.fullmatch(r"(whole|tile|stripe)(?::(\d{1,9})(?:x(\d{1,9}))?)?", text.strip())
+        match = re.fullmatch(r"(whole|tile|stripe)(?::(\d{1,9})(?:x(\d{1,9}))?(?:x(\d{1,9}))?)?", text.strip())
         if not match:
             raise TokenMergeError(
                 f"{name} {text!r} is not understood; write 'whole', 'tile', 'stripe', a count as in 'tile:64', "
-                "or a tile shape as in 'tile:8x8'"
+                "or a tile shape as in 'tile:8x8' (over frames: 'tile:2x8x8')"
             )
-        kind, first, second = match.groups()
-        numbers = [int(number) for number in (first, second) if number is not None]
+        kind, *found = match.groups()
+        numbers = [int(number) for number in found if number is not None]
         if 0 in numbers:
             raise TokenMergeError(f"{name} {text!r} has a zero; counts and tile sides start at 1")
         if kind == "whole" and numbers:
             raise TokenMergeError(f"{name} {text!r}: 'whole' is one region and takes no number")
-        if len(numbers) == 2:
+        if len(numbers) > 1:
             if kind != "tile":
                 raise TokenMergeError(f"{name} {text!r}: only 'tile' takes a shape; write '{kind}:{numbers[0]}'")
-            return cls(kind, tile=(numbers[0], numbers[1]))
+            *frames, height, width = numbers
+            return cls(kind, tile=(height, width), frames=frames[0] if frames else 1)
         if kind == "whole":
             return cls(kind, count=1)
         return cls(kind, count=numbers[0] if numbers else DEFAULT_REGION_COUNT)
@@ -70,15 +73,21 @@ class Regions:
     def __str__(self) -> str:
         if self.kind == "whole":
             return "whole"
-        return f"{self.kind}:{self.tile[0]}x{self.tile[1]}" if self.tile else f"{self.kind}:{self.count}"
+        if self.tile is None:
+            return f"{self.kind}:{self.count}"
+        sides = self.tile if self.frames == 1 else (self.frames, *self.tile)
+        return f"{self.kind}:{'x'.join(map(str, sides))}"
 
 
-class Technique:
+class Technique(ABC):
     """What `Merge` and `Hold` share: a window of steps, and names of fields that are checked."""
 
     NAME: ClassVar[str] = ""
-    start: float
-    stop: float
+
+    @property
+    @abstractmethod
+    def window(self) -> tuple[float, float]:
+        """Shares of the schedule, or of its noise, between which the technique acts."""
 
     @classmethod
     def field_docs(cls) -> dict[str, str]:
@@ -108,14 +117,13 @@ class Technique:
 
     @property
     def windowed(self) -> bool:
-        """Whether `start` and `stop` leave steps out."""
-        return (self.start, self.stop) != (0.0, 1.0)
+        """Whether the window leaves steps out."""
+        return self.window != (0.0, 1.0)
 
     def _check_window(self) -> None:
-        if not 0.0 <= self.start < self.stop <= 1.0:
-            raise TokenMergeError(
-                f"{self.NAME}'s window is {self.start} to {self.stop}; it must satisfy 0 <= start < stop <= 1"
-            )
+        start, stop = self.window
+        if not 0.0 <= start < stop <= 1.0:
+            raise TokenMergeError(f"{self.NAME}'s window is {start} to {stop}; it must satisfy 0 <= start < stop <= 1")
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ class Merge(Technique):
     Attributes:
         ratio: share of tokens removed, from 0 to below 1
         method: who merges with whom: toma, tomesd, tofu, todo, pool, random, uniform or lower-bound
-        regions: where destinations are chosen: whole, tile, stripe, a count (tile:64) or a tile's height x width
-            (tile:4x4)
+        regions: where destinations are chosen: whole, tile, stripe, a count (tile:64), a tile's height x width
+            (tile:4x4), or frames x height x width of a video (tile:2x4x4)
         merge_regions: where tokens merge, if not in the same regions: larger ones of the same kind, or whole
         selection: how toma picks destinations: facility-location, graph-cut, stochastic, random or uniform
         similarity: of two tokens: cosine or dot
@@ -216,6 +224,10 @@ class Merge(Technique):
             )
 
     @property
+    def window(self) -> tuple[float, float]:
+        return self.start, self.stop
+
+    @property
     def select_in(self) -> Regions:
         return Regions.parse(self.regions)
 
@@ -224,37 +236,69 @@ class Merge(Technique):
         return Regions.parse(self.merge_regions or self.regions)
 
 
+# Of `Hold()`: pictures drift little at any number of steps (docs/holding.md).
+TOLERANCE = 0.02
+
+
 @dataclass(frozen=True)
 class Hold(Technique):
     """Run fewer steps: between full steps blocks do not run, and their residual is extrapolated from the last two.
 
     Attributes:
-        every: steps from one full step to the next, on average; they lie closer at first. 1 holds nothing
-        start: share of the schedule before holding begins; where steps are uneven, as under Karras sigmas, of the
-            model's time
-        stop: share of the schedule after which holding ends
+        tolerance: how far a picture may drift between two full steps. The errors that full steps show tell how long
+            to hold; 0.02 unless every is given
+        every: instead of a tolerance, steps from one full step to the next, on average; they lie closer at first. 1
+            holds nothing
+        start: share of the noise that goes before holding begins; 0.2 with every, and with a tolerance 0: the first
+            steps then run in full by what they show
+        stop: share of the noise that goes before holding ends
         what: what is held: transformer blocks (blocks), or all stages of a UNet with their convolutions (stages); auto
             takes stages where they can be held
-        extrapolate: what residuals are extrapolated in: steps (linear) or the scheduler's noise level (sigma)
     """
 
     NAME: ClassVar[str] = "hold"
 
-    every: int = 3
-    start: float = 0.2
+    tolerance: float | None = None
+    every: int | None = None
+    start: float | None = None
     stop: float = 1.0
     what: str = "auto"
-    extrapolate: str = "linear"
 
     def __post_init__(self) -> None:
         _check_types(self)
-        if self.every < 1:
+        if self.tolerance is not None and self.every is not None:
+            raise TokenMergeError(
+                f"tolerance is {self.tolerance} and every is {self.every}; each chooses which steps run, so give one"
+            )
+        if self.every is not None and self.every < 1:
             raise TokenMergeError(
                 f"every is {self.every}; it is the mean distance of full steps, from 1 (all steps run)"
             )
+        if self.every is None and self.tolerance is None:
+            object.__setattr__(self, "tolerance", TOLERANCE)
+        # NaN fails the comparison too.
+        if self.tolerance is not None and not 0.0 < self.tolerance < float("inf"):
+            raise TokenMergeError(
+                f"tolerance is {self.tolerance}; it must be positive and finite, for example {TOLERANCE}"
+            )
         _check_choice("what", self.what, HELD)
-        _check_choice("extrapolate", self.extrapolate, EXTRAPOLATIONS)
         self._check_window()
+
+    @property
+    def window(self) -> tuple[float, float]:
+        usual = 0.0 if self.every is None else 0.2
+        return usual if self.start is None else self.start, self.stop
+
+    @property
+    def acts(self) -> bool:
+        """Whether any step may be held."""
+        return self.every != 1
+
+    def replace(self, **changes: Any) -> Hold:
+        """A copy with fields changed; a tolerance takes the place of `every`, and `every` that of a tolerance."""
+        if any(changes.get(name) is not None for name in ("tolerance", "every")):
+            changes = {"tolerance": None, "every": None, **changes}
+        return super().replace(**changes)
 
 
 class Techniques(NamedTuple):

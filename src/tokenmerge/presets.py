@@ -29,6 +29,8 @@ _PRESETS: dict[str, Merge | Hold] = {
     # first blocks, where text and image blend, stay whole.
     "unet": Merge(),
     "dit": Merge(skip_first=0.25),
+    # Tiles over two frames lose less of what moves, and frames change no more than plain ones (docs/merging.md).
+    "video": Merge(skip_first=0.25, regions="tile:2x4x4"),
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),
     "toma-stripe": _PAPER.replace(regions="stripe:64", merge_regions=None),
@@ -142,8 +144,6 @@ def new_form(old: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
     # Version 0.1 had no window where none was given.
     window = {"start": values.get("start", 0.0), **({"stop": values["stop"]} if "stop" in values else {})}
     hold: dict[str, Any] = {"technique": "hold", **({"every": every} if every else {}), **window}
-    if values.get("gap") == "sigma":
-        hold["extrapolate"] = "sigma"
     if values.get("method") == "hold":
         return {**hold, "what": "stages" if values.get("sites") == "stage" else "blocks"}
     default = Merge().to_dict()

@@ -21,7 +21,7 @@ from tokenmerge.families import family_of
 
 COMPONENTS = Merge(sites="component")
 # Steps before the window, kept ones and held ones, in eight.
-BLOCKS, STAGES = Hold(what="blocks"), Hold(what="stages")
+BLOCKS, STAGES = Hold(every=3, what="blocks"), Hold(every=3, what="stages")
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +69,12 @@ CASES = [
     ("flux", [Merge()], "regional", 3),
     ("sdxl", [COMPONENTS], "whole", 1),
     ("flux", [Merge()], "whole", 1),
-    ("sdxl", [STAGES], "whole", 3),
+    ("sdxl", [STAGES], "whole", 2),
     ("sdxl", [Merge(), STAGES], "regional", 1),
-    ("sdxl", [Merge(), STAGES], "wrapped", 3),
-    ("sd3", [Merge(), BLOCKS], "regional", 6),
-    ("flux", [COMPONENTS, BLOCKS], "regional", 8),
-    ("flux", [Merge(), BLOCKS], "whole", 3),
+    ("sdxl", [Merge(), STAGES], "wrapped", 2),
+    ("sd3", [Merge(), BLOCKS], "regional", 4),
+    ("flux", [COMPONENTS, BLOCKS], "regional", 5),
+    ("flux", [Merge(), BLOCKS], "whole", 2),
 ]
 
 
@@ -187,7 +187,7 @@ def test_a_window_takes_one_more_set_of_graphs(kind: str, how: str) -> None:
     assert counter.frame_count == first
 
 
-@pytest.mark.parametrize(("techniques", "graphs"), [([Merge()], 1), ([Merge(), BLOCKS], 3)], ids=told)
+@pytest.mark.parametrize(("techniques", "graphs"), [([Merge()], 1), ([Merge(), BLOCKS], 2)], ids=told)
 def test_true_guidance_shares_the_graphs_of_one_call(techniques: list[Any], graphs: int) -> None:
     pipe = tokenmerge.apply(build("flux", "whole"), techniques)
     negative = {
@@ -212,7 +212,7 @@ SMOOTH = Merge(selection="uniform", temperature=0.1)
     [
         ("sdxl", [SMOOTH.replace(sites="component")]),
         ("sd3", [SMOOTH]),
-        ("flux", [SMOOTH, Hold(start=0.0)]),
+        ("flux", [SMOOTH, Hold(every=3, start=0.0)]),
     ],
     ids=told,
 )
@@ -360,7 +360,7 @@ def test_graphs_of_many_shapes_and_kinds_of_step_are_kept() -> None:
     """Those of all steps, each for many shapes and levels, are more than the compiler keeps of a function."""
     shapes = [((128, 128), 1), ((128, 128), 2)]
     with torch._dynamo.config.patch(recompile_limit=8):
-        pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(what="blocks")])
+        pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(every=3, what="blocks")])
         eager = [tiny.draw(pipe, steps=6, size=size, batch=batch) for size, batch in shapes]
         assert tokenmerge.summary(pipe).steps.keys() == {"full", "merged", "held"}
         counter = CompileCounterWithBackend("eager")

@@ -33,8 +33,7 @@ from tokenmerge.merging.grid import Partition, invert_order, partition_grids, sp
 from tokenmerge.merging.mergemap import MapSpace, MergeMap
 from tokenmerge.merging.methods import Given, method_for
 from tokenmerge.merging.ops import backend_for, kernels, reference
-from tokenmerge.merging.ops.kernels import merging, rotary, selection, weighing
-from tokenmerge.merging.ops.reference import Rotary
+from tokenmerge.merging.ops.kernels import merging, selection, weighing
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -442,39 +441,6 @@ def test_other_selections_are_those_of_the_reference(selection: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("text", [0, 5])
-def test_gather_rotary(text: int) -> None:
-    tables = [random(text + 40, 12, seed=seed) for seed in (0, 1)]
-    chosen = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:20].to(DEVICE)
-    for given in (tables, [table.t().contiguous().t() for table in tables]):
-        results = [[torch.full((text + 20, 12), math.nan, device=DEVICE) for _ in given] for _ in range(2)]
-        kernels.gather_rotary(Rotary(given, results[0]), chosen)
-        reference.gather_rotary(Rotary(given, results[1]), chosen)
-        for result, expected in zip(*results, strict=True):
-            assert torch.equal(result, expected)
-
-
-# Many regions, few, one that the kernel does not take, and tables that it does not.
-@pytest.mark.parametrize(
-    ("regions", "size", "text", "transposed"),
-    [(8, 16, 5, False), (2, 40, 0, False), (1, 264, 7, False), (2, 16, 70, False), (2, 16, 5, True)],
-)
-def test_weigh_fills_rotary_tables(regions: int, size: int, text: int, transposed: bool) -> None:
-    tokens = random(2, regions * size, 12)
-    count = size // 2
-    chosen = reference.select(tokens, None, regions, count, shared=True)
-    tables = [random(text + regions * size, 12, seed=seed) for seed in (0, 1)]
-    if transposed:
-        tables = [table.t().contiguous().t() for table in tables]
-    filled, expected = (
-        [torch.full((text + regions * count, 12), math.nan, device=DEVICE) for _ in tables] for _ in "ab"
-    )
-    results = kernels.weigh(tokens, None, chosen, rotary=Rotary(tables, filled))
-    reference.gather_rotary(Rotary(tables, expected), chosen.flatten())
-    for result, alone in zip([*results, *filled], [*kernels.weigh(tokens, None, chosen), *expected], strict=True):
-        assert torch.equal(result, alone)
-
-
 @pytest.mark.parametrize(
     "technique",
     [
@@ -688,7 +654,7 @@ def pipelines(code: str) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(("capability", "dtype"), [(89, torch.float16), (90, torch.bfloat16), (100, torch.bfloat16)])
 def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter accepts what the compiler may not."""
-    for module in (selection, weighing, merging, rotary):
+    for module in (selection, weighing, merging):
         for name, kernel in list(vars(module).items()):
             # One that others call from theirs is compiled with those.
             if name.endswith("_kernel") and kernel.__module__ == module.__name__:
@@ -707,10 +673,6 @@ def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytes
         added = (tokens, merged) if bfloat else ()
         kernels.unmerge(merged, order, order, weights.transpose(-1, -2), *added)
     kernels.select(torch.zeros(1, 4096, 64, dtype=dtype), None, 1, 1024)
-    tables = Rotary([torch.zeros(512, 128)] * 2, [torch.zeros(96, 128)] * 2)
-    chosen = torch.zeros(1, 16, 4, dtype=torch.int64)
-    kernels.gather_rotary(tables, chosen.flatten())
-    kernels.weigh(torch.zeros(2, 480, 192, dtype=dtype), None, chosen[:, :12], rotary=tables)
 
 
 def test_kernels_in_the_interpreter() -> None:

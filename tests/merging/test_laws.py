@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tokenmerge import Merge, TokenMergeError
+from tokenmerge.config import Regions
 from tokenmerge.families.calls import DenoiserCall, TokenGrid
 from tokenmerge.merging.controller import Merging
 from tokenmerge.merging.grid import (
     invert_order,
     join_regions,
     layout_for,
+    merging_grids,
     nearest_divisor,
     partition_grids,
     region_size,
@@ -36,11 +38,22 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KINDS = ("plain", "clustered", "identical", "zero", "nan")
 
 grids = st.builds(TokenGrid, st.integers(1, 14), st.integers(1, 14))
+videos = st.builds(TokenGrid, st.integers(1, 12), st.integers(1, 12), st.integers(1, 6))
+# Of one sequence: of any sizes, or of one size and any length, as a picture before a video is.
+sequences = st.one_of(
+    st.lists(videos, min_size=1, max_size=3).map(tuple),
+    st.builds(
+        lambda plane, lengths: tuple(TokenGrid(plane.height, plane.width, frames) for frames in lengths),
+        grids,
+        st.lists(st.integers(1, 6), min_size=2, max_size=3),
+    ),
+)
 regions = st.one_of(
     st.just("whole"),
     st.builds("{}:{}".format, st.sampled_from(("tile", "stripe")), st.integers(1, 40)),
     st.builds("tile:{}x{}".format, st.integers(1, 9), st.integers(1, 9)),
 )
+deep_regions = st.builds("tile:{}x{}x{}".format, st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
 ratios = st.one_of(st.sampled_from((0.0, 0.25, 0.5, 0.75)), st.floats(0.0, 0.95))
 seeds = st.integers(0, 2**31)
 
@@ -76,6 +89,15 @@ def make_map(values: Tensor, grid: TokenGrid, technique: Merge, shared: bool = F
     return merge_map
 
 
+def assert_refused_rightly(given_grids: tuple[TokenGrid, ...], technique: Merge) -> None:
+    """Only merging regions that are finer than selection regions, or of another kind or depth, need not be unions."""
+    wish, has = technique.merge_in, technique.select_in
+    merging = merging_grids(given_grids, technique)
+    finer = region_size(merging, wish, technique.ratio) < region_size(merging, has, technique.ratio)
+    assert technique.merge_regions is not None
+    assert finer or (wish.kind, wish.frames) != (has.kind, has.frames)
+
+
 @settings(max_examples=400, deadline=None)
 @given(grid=grids, spec=regions, merge_spec=st.none() | regions, ratio=ratios)
 def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
@@ -85,11 +107,10 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     try:
         partition = partition_grids((grid,), technique)
     except TokenMergeError:
-        finer = region_size(grid.count, technique.merge_in, ratio) < region_size(grid.count, technique.select_in, ratio)
-        assert technique.merge_in.kind != technique.select_in.kind or finer
+        assert_refused_rightly((grid,), technique)
         return
     layout = partition.layout
-    wish = layout.select_size if merge_spec is None else region_size(grid.count, technique.merge_in, ratio)
+    wish = layout.select_size if merge_spec is None else region_size((grid,), technique.merge_in, ratio)
     assert wish >= layout.select_size, "a wish for smaller merging regions must not come to nothing in silence"
     assert layout.select_regions * layout.select_size == layout.merge_regions * layout.merge_size == grid.count
     assert layout.merge_size % layout.select_size == 0
@@ -97,7 +118,10 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     assert layout.select_count == max(1, min(wished, layout.select_size - (ratio > 0)))
     assert ratio == 0 or grid.count == 1 or layout.merged < grid.count, "a ratio above 0 must remove something"
     assert layout.merge_count * layout.merge_regions == layout.merged <= grid.count
-    assert layout == layout_for(grid.count, technique), "shapes may depend on the token count alone"
+    assert layout == layout_for((grid,), technique)
+    row = TokenGrid(1, grid.count)
+    assert layout == layout_for((row,), technique), "shapes of one frame may depend on the token count alone"
+    assert (partition.grids, partition.whole) == ((grid,), 0)
     order = torch.arange(grid.count) if partition.order is None else partition.order
     assert torch.equal(order.sort().values, torch.arange(grid.count))
 
@@ -434,6 +458,119 @@ def test_several_images_of_one_sequence_are_cut_separately_where_tiles_fit() -> 
     assert first.max() < 64 <= second.min()
 
 
+def in_regions(order: Tensor | None, count: int, size: int) -> Tensor:
+    """Token indices [R, size], of all `count` tokens once."""
+    order = torch.arange(count) if order is None else order
+    assert torch.equal(order.sort().values, torch.arange(count))
+    return order.view(-1, size)
+
+
+def assert_regions_keep_apart(places: Tensor, merging: tuple[TokenGrid, ...], wished: Regions) -> None:
+    """No region [R, n] has tokens of two grids; a tile has those of as many frames as it should, and of no others."""
+    number = torch.cat([torch.full((grid.count,), number) for number, grid in enumerate(merging)])[places]
+    assert bool((number == number[:, :1]).all()), "a region holds tokens of two images"
+    if wished.kind != "tile":
+        return
+    frame, plane = (
+        torch.cat([part(torch.arange(grid.count), grid.area) for grid in merging])[places]
+        for part in (torch.floor_divide, torch.remainder)
+    )
+    shared = [depth for depth in range(1, 7) if all(grid.frames % depth == 0 for grid in merging)]
+    depth = min(shared, key=lambda depth: abs(math.log(depth / wished.frames)))
+    assert wished.frames > 1 or depth == 1
+    for frames, spots in zip(frame.tolist(), plane.tolist(), strict=True):
+        assert sorted(set(frames)) == [*range(min(frames), min(frames) + depth)]
+        by_frame = [{spot for spot, at in zip(spots, frames, strict=True) if at == each} for each in set(frames)]
+        assert all(each == by_frame[0] for each in by_frame), "a tile lies elsewhere in another of its frames"
+        assert depth * len(by_frame[0]) == len(spots)
+
+
+@settings(max_examples=400, deadline=None)
+@given(given_grids=sequences, spec=regions | deep_regions, ratio=ratios)
+def test_no_region_holds_tokens_of_two_images_nor_of_frames_it_should_not(
+    given_grids: tuple[TokenGrid, ...], spec: str, ratio: float
+) -> None:
+    technique = Merge(ratio=ratio, regions=spec)
+    partition = partition_grids(given_grids, technique)
+    layout, merging = partition.layout, partition.grids
+    assert merging == merging_grids(given_grids, technique)
+    assert merging in (given_grids, given_grids[:1])
+    assert layout == layout_for(merging, technique)
+    assert layout.tokens == sum(grid.count for grid in merging)
+    assert layout.tokens + partition.whole == sum(grid.count for grid in given_grids)
+    assert ("of the first image" in partition.description) == (partition.whole > 0)
+    assert layout.select_size == layout.merge_size
+    assert ratio == 0 or layout.merged < layout.tokens or math.gcd(*(grid.area for grid in merging)) == 1
+    for order in (partition.order, partition.merge_order):
+        places = in_regions(order, layout.tokens, layout.select_size)
+        assert_regions_keep_apart(places, merging, technique.select_in)
+
+
+@settings(max_examples=400, deadline=None)
+@given(given_grids=sequences, spec=regions | deep_regions, merge_spec=regions | deep_regions, ratio=ratios)
+def test_nor_does_a_merging_region(
+    given_grids: tuple[TokenGrid, ...], spec: str, merge_spec: str, ratio: float
+) -> None:
+    technique = Merge(ratio=ratio, regions=spec, merge_regions=merge_spec)
+    try:
+        partition = partition_grids(given_grids, technique)
+    except TokenMergeError:
+        assert_refused_rightly(given_grids, technique)
+        return
+    layout, merging = partition.layout, partition.grids
+    selected = in_regions(partition.order, layout.tokens, layout.select_size)
+    merged = in_regions(partition.merge_order, layout.tokens, layout.merge_size)
+    assert_regions_keep_apart(selected, merging, technique.select_in)
+    assert_regions_keep_apart(merged, merging, technique.merge_in)
+    owner = torch.empty(layout.tokens, dtype=torch.int64)
+    owner[merged] = torch.arange(layout.merge_regions)[:, None].expand_as(merged)
+    assert bool((owner[selected] == owner[selected[:, :1]]).all()), "a selection region lies in two merging regions"
+
+
+@pytest.mark.parametrize(
+    ("given_grids", "spec", "merging"),
+    [
+        ((TokenGrid(8, 8), TokenGrid(8, 8)), "tile:4x4", 2),
+        ((TokenGrid(8, 8), TokenGrid(8, 12)), "tile:4x4", 2),
+        ((TokenGrid(8, 8), TokenGrid(8, 8, 3)), "tile:4x4", 2),
+        ((TokenGrid(8, 8), TokenGrid(6, 8)), "stripe:7", 2),
+        # 64 and 49 tokens share no divisor but 1.
+        ((TokenGrid(8, 8), TokenGrid(7, 7)), "tile:4x4", 1),
+        ((TokenGrid(8, 8), TokenGrid(7, 7)), "stripe:4", 1),
+        # Alike, but one region would hold both.
+        ((TokenGrid(8, 8), TokenGrid(8, 8)), "whole", 1),
+        ((TokenGrid(8, 8), TokenGrid(8, 8)), "tile:1", 2),
+    ],
+)
+def test_several_images_merge_where_regions_fit_all_and_else_the_first_alone(
+    given_grids: tuple[TokenGrid, ...], spec: str, merging: int
+) -> None:
+    partition = partition_grids(given_grids, Merge(regions=spec))
+    assert partition.grids == given_grids[:merging]
+    assert partition.whole == sum(grid.count for grid in given_grids[merging:])
+    if merging == 1:
+        alone = partition_grids(given_grids[:1], Merge(regions=spec))
+        assert partition.layout == alone.layout
+        orders = (partition.order, alone.order)
+        assert torch.equal(*orders) if None not in orders else orders == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("frames", "spec", "description"),
+    [
+        (4, "tile:4x4", "16 tiles of 4x4"),
+        (4, "tile:2x4x4", "8 tiles of 2x4x4"),
+        (4, "tile:9x4x4", "4 tiles of 4x4x4"),
+        (6, "tile:4x4x4", "8 tiles of 3x4x4"),
+        (5, "tile:2x4x4", "20 tiles of 4x4"),
+        (1, "tile:2x4x4", "4 tiles of 4x4"),
+    ],
+)
+def test_tiles_span_frames_where_asked_and_where_they_divide(frames: int, spec: str, description: str) -> None:
+    partition = partition_grids((TokenGrid(8, 8, frames),), Merge(regions=spec))
+    assert partition.description == description
+
+
 @pytest.mark.parametrize(
     ("spec", "merge_spec"),
     [
@@ -454,10 +591,10 @@ def test_a_model_merges_in_the_regions_that_were_planned(grid: TokenGrid, spec: 
     merging = Merging(technique, clock)
     group = merging.add_group("level-1", 0, method_for(technique), shared=False)
     values = torch.randn(1, 64, 6, generator=torch.Generator().manual_seed(0))
-    call = DenoiserCall(1, values.dtype, values.device, torch.zeros(()), grid.height, grid.width)
+    call = DenoiserCall(1, values.dtype, values.device, torch.zeros(()), (grid,))
     merging.enter(call, Step(MERGED), waits=False)
     assert group.slot is not None
-    refresh(values, [], group.handle, group.slot.map.tensors, group.slot.rotary)
+    refresh(values, group.handle, group.slot.map.tensors)
     expected = make_map(values, grid, technique)
     torch.testing.assert_close(group.slot.map.merge(values), expected.merge(values))
     restored = group.slot.map.unmerge(group.slot.map.merge(values))

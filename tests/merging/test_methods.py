@@ -226,13 +226,13 @@ def test_what_a_method_cannot_do_is_refused(kind: str, method: str, options: dic
     assert same(attributes(pipe), before)
 
 
-def test_a_grid_without_cells_and_several_images_are_refused() -> None:
+def test_a_grid_without_cells_is_refused_and_of_several_images_the_first_merges() -> None:
     technique = Merge(method="tomesd", selection="uniform")
     method = method_for(technique)
     with pytest.raises(TokenMergeError, match="no 2x2 cell"):
         method.partition((TokenGrid(1, 64),), technique)
-    with pytest.raises(TokenMergeError, match="2 images"):
-        method.partition((TokenGrid(8, 8), TokenGrid(8, 8)), technique)
+    partition = method.partition((TokenGrid(8, 8), TokenGrid(8, 8)), technique)
+    assert (partition.layout.tokens, partition.whole) == (64, 64)
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])

@@ -34,7 +34,7 @@ from traces import attributes, same
 
 COMPONENTS = Merge(sites="component")
 # Of two steps one is held.
-BLOCKS, STAGES = Hold(what="blocks", start=0.0), Hold(what="stages", start=0.0)
+BLOCKS, STAGES = Hold(every=3, what="blocks", start=0.0), Hold(every=3, what="stages", start=0.0)
 FORMS: dict[str, tuple[str, list[Any]]] = {
     "sdxl-components": ("sdxl", [COMPONENTS]),
     "sdxl-merged": ("sdxl", [Merge()]),
@@ -60,7 +60,7 @@ def live_tensors() -> int:
 def test_200_cycles_leave_nothing_behind(kind: str) -> None:
     pipe = tiny.build(kind)
     plain = tiny.draw(pipe)
-    ways = [[Merge()], [COMPONENTS], [Merge(ratio=0.0)], [Hold(start=0.0)], [Merge(), BLOCKS]]
+    ways = [[Merge()], [COMPONENTS], [Merge(ratio=0.0)], [Hold(every=3, start=0.0)], [Merge(), BLOCKS]]
     tokenmerge.apply(pipe, ways[-1])
     tiny.draw(pipe)
     tokenmerge.remove(pipe)
@@ -131,7 +131,7 @@ def test_a_model_is_freed_with_its_pipeline(form: str) -> None:
 
 
 def test_a_flux_pipeline_that_has_drawn_is_freed_by_the_collector() -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold()])
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3)])
     tiny.draw(pipe)
     parts = [weakref.ref(each) for each in (pipe, pipe.transformer, pipe.scheduler)]
     del pipe
@@ -141,7 +141,7 @@ def test_a_flux_pipeline_that_has_drawn_is_freed_by_the_collector() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_model_with_techniques_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold()])
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3)])
     for module in (pipe.transformer, pipe.transformer.transformer_blocks[0]):
         with pytest.raises(TokenMergeError, match="remove first"):
             copied(module)
@@ -242,7 +242,7 @@ def hooks_without_techniques(kind: str, offload: str, steps: tuple[str, ...], fo
 
 def steps(techniques: list[Any]) -> int:
     """As many as show what techniques do."""
-    return 2 if any(isinstance(each, Hold) for each in techniques) else 1
+    return 3 if any(isinstance(each, Hold) for each in techniques) else 1
 
 
 def travel(form: str, offload: str, journey: tuple[str, ...], folder: Path, images: dict[Any, Tensor]) -> None:
@@ -468,7 +468,9 @@ def test_mag_cache_works_on_top_of_merging() -> None:
     assert torch.equal(tiny.draw(pipe, steps=6), merged)
 
 
-@pytest.mark.parametrize("techniques", [[Merge()], [Hold()], [Merge(), Hold()]], ids=["merge", "hold", "both"])
+@pytest.mark.parametrize(
+    "techniques", [[Merge()], [Hold(every=3)], [Merge(), Hold(every=3)]], ids=["merge", "hold", "both"]
+)
 @pytest.mark.parametrize("merged_before", [True, False])
 def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: list[Any]) -> None:
     pipe = tiny.build("flux")
@@ -477,7 +479,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
     # Not first, and with Hold not at all.
-    way_out = "use one of both" if Hold() in techniques else "a cache must come after a technique"
+    way_out = "use one of both" if Hold(every=3) in techniques else "a cache must come after a technique"
     with pytest.raises(TokenMergeError, match=way_out):
         tokenmerge.apply(pipe, techniques)
     assert same(before[1], attributes(pipe))
@@ -493,7 +495,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
     ],
     ids=lambda config: type(config).__name__,
 )
-@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold()]], ids=["merge", "both"])
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3)]], ids=["merge", "both"])
 def test_caches_inside_of_blocks_are_refused_when_the_model_is_called(techniques: list[Any], config: Any) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"), techniques)
     merged = tiny.draw(pipe)

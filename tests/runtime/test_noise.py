@@ -16,6 +16,7 @@ from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.runtime.noise import adds_noise
 
 FEW = {"original_inference_steps": 4}
+NO_SIGNAL = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,13 @@ FEW = {"original_inference_steps": 4}
         ("CogVideoXDDIM", {}, False),
         ("CogVideoXDPM", {}, True),
         ("DDIM", {}, False),
+        ("DDIM", NO_SIGNAL, False),
         ("DDPM", {}, True),
         ("DDPM", {"variance_type": "learned_range"}, True),
+        # Where all is noise, a prediction of noise gives no numbers.
+        ("DDPM", NO_SIGNAL, True),
+        # Wants a time for each sample.
+        ("DDPMWuerstchen", {}, True),
         ("DEISMultistep", {}, False),
         ("DPMSolverMultistep", {}, False),
         ("DPMSolverMultistep", {"algorithm_type": "sde-dpmsolver++"}, True),
@@ -43,8 +49,11 @@ FEW = {"original_inference_steps": 4}
         ("KDPM2AncestralDiscrete", {}, True),
         ("LCM", {}, True),
         ("LCM", FEW, True),
+        ("LCM", NO_SIGNAL, True),
         ("LMSDiscrete", {}, False),
         ("PNDM", {"skip_prk_steps": True}, False),
+        # Wants pictures, and ends on one of them.
+        ("RePaint", {}, True),
         ("SASolver", {}, True),
         ("SCM", {}, True),
         ("TCD", {}, True),
@@ -61,6 +70,39 @@ def test_schedulers_that_add_noise_are_known_by_trying(name: str, settings: dict
     assert torch.equal(scheduler.timesteps, timesteps)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "expected"),
+    [
+        ("DDIM", {"variance_type": "learned_range"}, False),
+        ("EulerAncestralDiscrete", {"variance_type": "learned_range"}, True),
+        ("FlowMatchHeunDiscrete", {"use_dynamic_shifting": True}, False),
+        ("LCM", {"variance_type": "learned"}, True),
+        ("SCM", {"use_dynamic_shifting": True}, True),
+    ],
+)
+def test_settings_of_the_scheduler_before_mean_nothing(name: str, before: dict[str, Any], expected: bool) -> None:
+    """They are kept, for those who change schedulers to and fro."""
+    kind = getattr(diffusers, f"{name}Scheduler")
+    scheduler = kind.from_config({**kind().config, **before})
+    assert before.items() <= scheduler.config.items()
+    assert adds_noise(scheduler) == expected
+
+
+class Inheriting(diffusers.FlowMatchEulerDiscreteScheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_settings_that_a_class_passes_on_are_its_own(stochastic: bool) -> None:
+    assert adds_noise(Inheriting(use_dynamic_shifting=True, stochastic_sampling=stochastic)) == stochastic
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "DiscreteDDIMScheduler"), reason="newer than the diffusers here")
+def test_tokens_that_are_drawn_are_chance_too() -> None:
+    assert adds_noise(diffusers.DiscreteDDIMScheduler())
+
+
 def test_trying_leaves_the_seeds_of_all_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded(_: int) -> None:
         raise AssertionError("a device was seeded")
@@ -70,7 +112,7 @@ def test_trying_leaves_the_seeds_of_all_devices_alone(monkeypatch: pytest.Monkey
     assert adds_noise(diffusers.DDPMScheduler())
 
 
-@pytest.mark.parametrize("scheduler", [None, object(), diffusers.RePaintScheduler()])
+@pytest.mark.parametrize("scheduler", [None, object(), diffusers.ScoreSdeVeScheduler()])
 def test_what_cannot_be_tried_is_taken_to_add_none(scheduler: Any) -> None:
     assert not adds_noise(scheduler)
 
@@ -114,13 +156,13 @@ def test_unets_hold_blocks_under_noise() -> None:
     assert tokenmerge.summary(noisy).steps["held"] > 0
     # What was applied stays.
     with pytest.raises(TokenMergeError, match=r"EulerAncestral\w+ adds noise .* use Hold\(what='blocks'\)"):
-        tokenmerge.apply(noisy, Hold(what="stages"))
+        tokenmerge.apply(noisy, Hold(every=3, what="stages"))
     assert held(noisy) == "blocks"
     tokenmerge.remove(noisy)
     assert torch.equal(tiny.draw(noisy, steps=12), plain)
 
 
-@pytest.mark.parametrize("techniques", [[Hold()], [Merge(), Hold()]], ids=["hold", "both"])
+@pytest.mark.parametrize("techniques", [[Hold(every=3)], [Merge(), Hold(every=3)]], ids=["hold", "both"])
 def test_a_scheduler_that_begins_to_add_noise_is_refused_for_stages(techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), techniques)
     assert tiny.draw(pipe, steps=8).isfinite().all()
@@ -137,13 +179,13 @@ def test_noise_that_a_call_asks_for_is_refused_for_stages() -> None:
     assert tiny.draw(pipe, steps=8, eta=0.0).isfinite().all()
     with pytest.raises(TokenMergeError, match="DDIMScheduler adds noise"):
         tiny.draw(pipe, steps=8, eta=0.5)
-    for technique in (Hold(what="blocks"), Merge()):
+    for technique in (Hold(every=3, what="blocks"), Merge()):
         tokenmerge.apply(pipe, technique)
         assert tiny.draw(pipe, steps=8, eta=0.5).isfinite().all()
 
 
 def test_noise_is_seen_however_a_loop_asks_for_it() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl", scheduler=tiny.ddim()), Hold(start=0.0))
+    pipe = tokenmerge.apply(tiny.build("sdxl", scheduler=tiny.ddim()), Hold(every=3, start=0.0))
     pipe.scheduler.set_timesteps(4)
     sample, timestep = tiny.noise(1, 4, 32, 32), pipe.scheduler.timesteps[0]
     for eta in ({"eta": 0.5}, (0.5,)):
@@ -162,7 +204,7 @@ def prompt() -> dict[str, Any]:
 def test_joint_attention_models_are_not_held_under_noise(kind: str) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     pipe = tiny.build(kind, scheduler=scheduler)
-    for techniques in ([Hold()], [Merge(), Hold()]):
+    for techniques in ([Hold(every=3)], [Merge(), Hold(every=3)]):
         with pytest.raises(TokenMergeError, match=r"adds noise .* use another scheduler, or apply a Merge"):
             tokenmerge.apply(pipe, techniques)
         assert tokenmerge.summary(pipe).plan is None

@@ -169,7 +169,7 @@ def test_a_cache_leaves_nothing_behind(cache: str) -> None:
     assert torch.equal(draw(pipe), original)
 
 
-@pytest.mark.parametrize("techniques", [[Hold()], [MERGE, Hold()]], ids=["hold", "both"])
+@pytest.mark.parametrize("techniques", [[Hold(every=3)], [MERGE, Hold(every=3)]], ids=["hold", "both"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"), techniques)
@@ -184,7 +184,7 @@ def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) 
 def test_a_refused_call_is_refused_again() -> None:
     """Without a scheduler a second try is another call of the same step."""
     transformer = tiny.build("flux").transformer
-    tokenmerge.apply(transformer, Hold(start=0.0))
+    tokenmerge.apply(transformer, Hold(every=3, start=0.0))
     transformer.enable_cache(CACHES["first block"])
     arguments = family_of(transformer).example(transformer, 1, 16, 16)
     for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import TokenMergeError
-from ..families import denoiser_of, family_of
+from ..families import denoisers_of, family_of
 from ..runtime.state import APPLIED
 from .graphs import GraphedForward, Recordable
 
@@ -37,29 +37,31 @@ def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) ->
     that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each kind of call
     (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
     """
-    denoiser = denoiser_of(model)
-    family = family_of(denoiser)
-    device = next(denoiser.parameters()).device
+    denoisers = denoisers_of(model)
     if graphs is None:
-        graphs = device.type == "cuda"
-    _check_compilable(model, denoiser, str(device), graphs)
+        graphs = next(denoisers[0].parameters()).device.type == "cuda"
+    listed = []
+    for denoiser in denoisers:
+        _check_compilable(model, denoiser, str(next(denoiser.parameters()).device), graphs)
+        listed.append(family_of(denoiser).blocks(denoiser) if blocks else [])
     uncompile(model)
-    chosen = []
-    for block in family.blocks(denoiser) if blocks else ():
+    for denoiser, candidates in zip(denoisers, listed, strict=True):
         # One that somebody else has compiled is left alone.
-        if block.module._compiled_call_impl is None:
-            block.module.compile(fullgraph=True)
-            chosen.append(block.module)
-    graphed = GraphedForward(denoiser, _applied_state) if graphs else None
-    setattr(denoiser, _COMPILED, _Compiled(tuple(chosen), graphed))
+        chosen = tuple(block.module for block in candidates if block.module._compiled_call_impl is None)
+        for module in chosen:
+            # Of blocks without a table nobody knows whether one graph holds them.
+            module.compile(fullgraph=not family_of(denoiser).learned)
+        graphed = GraphedForward(denoiser, _applied_state) if graphs else None
+        setattr(denoiser, _COMPILED, _Compiled(chosen, graphed))
     return model
 
 
 def uncompile(model: Model) -> Model:
     """Undo `compile`. Safe to call twice."""
-    denoiser = denoiser_of(model)
-    known = vars(denoiser).get(_COMPILED)
-    if known is not None:
+    for denoiser in denoisers_of(model):
+        known = vars(denoiser).get(_COMPILED)
+        if known is None:
+            continue
         if known.graphs is not None:
             known.graphs.undo()
         for block in known.blocks:
@@ -95,7 +97,7 @@ def _applied_state(denoiser: nn.Module) -> Recordable | None:
 
 def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
     whole = denoiser._compiled_call_impl is not None or any(
-        hasattr(getattr(model, name, None), "_orig_mod") for name in ("unet", "transformer")
+        hasattr(getattr(model, name, None), "_orig_mod") for name in ("unet", "transformer", "transformer_2")
     )
     if whole or hasattr(model, "_orig_mod"):
         raise TokenMergeError(

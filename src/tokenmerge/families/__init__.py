@@ -1,8 +1,10 @@
-"""Model families, one short table each, and how the denoiser of a model is found."""
+"""Model families, one short table each, and how the denoisers of a model are found."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -10,46 +12,99 @@ from torch import nn
 from ..errors import TokenMergeError
 from .base import Block, BlockKind, Component, Family
 
-__all__ = ["Block", "BlockKind", "Component", "Family", "denoiser_of", "families", "family_of"]
+__all__ = ["Block", "BlockKind", "Component", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
 
-_PARTS = ("unet", "transformer")
+# In the order that people are told of them.
+_TABLES = (
+    "unet",
+    "sd3",
+    "flux",
+    "flux2",
+    "qwen",
+    "zimage",
+    "wan",
+    "chroma",
+    "krea2",
+    "pixart",
+    "auraflow",
+    "cogview4",
+    "hunyuan",
+    "lumina2",
+    "cogvideox",
+    "ltx",
+    "mochi",
+    "kandinsky5",
+)
+# What people are told of where nothing has a similar name.
+_BEST_KNOWN = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
+# Where pipelines keep denoisers. Wan 2.2 A14B has one for high noise and one for low.
+_PARTS = ("unet", "transformer", "transformer_2")
 
 
 @cache
 def families() -> tuple[Family, ...]:
+    """All that this diffusers has: older ones lack the newest models."""
     try:
         import diffusers  # noqa: F401
     except ImportError as error:
         raise TokenMergeError("models need diffusers: pip install tokenmerge[diffusers]") from error
-    from . import flux, sd3, unet
-
-    return (unet.FAMILY, sd3.FAMILY, flux.FAMILY)
+    found: list[Family] = []
+    for name in _TABLES:
+        try:
+            found += import_module(f".{name}", __name__).FAMILIES
+        except ImportError:
+            continue
+    return tuple(found)
 
 
 def family_of(denoiser: nn.Module) -> Family:
-    """The family of a denoiser, by its class."""
+    """The family of a denoiser, by its class; without a table, one of which blocks can be held at most."""
     for family in families():
         if isinstance(denoiser, family.denoiser):
             return family
-    raise TokenMergeError(
-        f"{type(denoiser).__name__} is not supported; supported denoisers are {_supported()} (give one, or a pipeline)"
-    )
+    from .generic import generic_family, unholdable
+
+    reason = unholdable(denoiser)
+    if reason:
+        name = type(denoiser).__name__
+        raise TokenMergeError(
+            f"{name} is not supported: it has no table, and Hold without one would not do, because {reason}; "
+            f"{_supported(name)}"
+        )
+    return generic_family(denoiser)
+
+
+def denoisers_of(model: Any) -> list[nn.Module]:
+    """The denoisers of a pipeline, or the module itself; compiled modules are looked into."""
+    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in _PARTS]
+    found = [part for part in parts if isinstance(part, nn.Module)]
+    if not found:
+        name = type(model).__name__
+        raise TokenMergeError(
+            f"{name} is neither a module nor a pipeline with a unet or transformer{_other_part(model)}; "
+            f"{_supported(name)}"
+        )
+    return [getattr(module, "_orig_mod", module) for module in found]
+
+
+def _other_part(model: Any) -> str:
+    """What of a pipeline could be held by itself."""
+    from .generic import unholdable
+
+    parts = getattr(model, "__dict__", {}).items()
+    names = [name for name, part in parts if isinstance(part, nn.Module) and not unholdable(part)]
+    return f", but Hold would do for its {names[0]}: apply to pipe.{names[0]}, with scheduler=" if names else ""
 
 
 def denoiser_of(model: Any) -> nn.Module:
-    """The denoiser of a pipeline, or the module itself; compiled modules are looked into."""
-    module = model
-    if not isinstance(model, nn.Module):
-        found = [getattr(model, name, None) for name in _PARTS]
-        module = next((part for part in found if isinstance(part, nn.Module)), None)
-        if module is None:
-            raise TokenMergeError(
-                f"{type(model).__name__} is neither a module nor a pipeline with a unet or transformer; "
-                f"supported denoisers are {_supported()}"
-            )
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+    """The first denoiser of a pipeline, or the module itself."""
+    return denoisers_of(model)[0]
 
 
-def _supported() -> str:
-    return ", ".join(family.denoiser.__name__ for family in families())
+def _supported(name: str) -> str:
+    """The supported denoisers and pipelines whose names are nearest to one."""
+    known = [family.denoiser.__name__ for family in families()]
+    pipelines = [each for family in families() for each in family.pipelines]
+    near = get_close_matches(name, pipelines if "Pipeline" in name else known, cutoff=0.5)
+    kind = "pipelines" if near and near[0] in pipelines else "denoisers"
+    return f"supported {kind} are {', '.join(near or _BEST_KNOWN)} and others (tokenmerge.supported_models())"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,53 +14,57 @@ from ..errors import TokenMergeError
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """Tokens of one image, row-major."""
+    """Tokens of one image or video: frame by frame, each row-major."""
 
     height: int
     width: int
+    frames: int = 1
+
+    @property
+    def area(self) -> int:
+        """Tokens of one frame."""
+        return self.height * self.width
 
     @property
     def count(self) -> int:
-        return self.height * self.width
+        return self.frames * self.area
 
     def __str__(self) -> str:
-        return f"{self.height}x{self.width}"
+        frame = f"{self.height}x{self.width}"
+        return frame if self.frames == 1 else f"{self.frames}x{frame}"
 
 
 class DenoiserCall(NamedTuple):
     """What a family reads off the arguments of one denoiser call."""
 
-    batch: int
+    batch: int  # token sequences; a UNet for video has one for every frame
     dtype: torch.dtype
     device: torch.device
-    timestep: Tensor
-    height: int = 0  # of the grid that level 0 has; 0 where positions come as ids
-    width: int = 0
-    tokens: int = 0  # image tokens, where positions come as ids
+    timestep: Tensor  # falls along a picture
+    grids: tuple[TokenGrid, ...] = ()  # at level 0, image by image; none where positions come as ids
     ids: Tensor | None = None  # [N, 3] image number, row and column of every image token
     text_tokens: int = 0
-    rotary_width: int = 0
+    shapes: Hashable = ()  # of all arguments, where no table tells what counts
     apart: bool = False  # whether something acts between blocks
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens at level 0."""
+        return sum(grid.count for grid in self.grids) if self.ids is None else self.ids.shape[0]
 
     @property
     def size(self) -> tuple[Any, ...]:
         """What the tensors of a call depend on."""
-        grid = (self.height, self.width, self.tokens, self.text_tokens)
-        return self.batch, self.dtype, self.device, *grid, self.apart
+        grids = self.grids or self.tokens
+        return self.batch, self.dtype, self.device, grids, self.text_tokens, self.shapes, self.apart
 
 
-def token_count(call: DenoiserCall, level: int) -> int:
-    """Image tokens at a level."""
-    height, width = grid_at_level(call, level)
-    return height * width if height else call.tokens
-
-
-def grid_at_level(call: DenoiserCall, level: int) -> tuple[int, int]:
-    """Height and width of a level; each halves the one above it, rounding up."""
-    height, width = call.height, call.width
+def grids_at_level(call: DenoiserCall, level: int) -> tuple[TokenGrid, ...]:
+    """The grids of a level; each halves the one above it, rounding up."""
+    grids = call.grids
     for _ in range(level):
-        height, width = (height + 1) // 2, (width + 1) // 2
-    return height, width
+        grids = tuple(TokenGrid((grid.height + 1) // 2, (grid.width + 1) // 2, grid.frames) for grid in grids)
+    return grids
 
 
 def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:

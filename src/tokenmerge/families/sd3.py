@@ -8,8 +8,8 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention import JointTransformerBlock
 
-from .base import Block, BlockKind, Component, Family, Ports, arguments, as_tensor, keys_values, random_input
-from .calls import DenoiserCall
+from .base import BlockKind, Component, Family, Ports, arguments, keys_values, listed, random_input
+from .reading import Latents
 
 _CALL = arguments(SD3Transformer2DModel)
 _BLOCK = arguments(JointTransformerBlock)
@@ -27,28 +27,10 @@ _JOINT = BlockKind(
 _TEXT_TOKENS = 77 + 256
 
 
-def _blocks(transformer: SD3Transformer2DModel) -> list[Block]:
-    return [
-        Block(f"transformer_blocks.{number}", block, _JOINT, "joint", width=transformer.inner_dim)
-        for number, block in enumerate(transformer.transformer_blocks)
-    ]
+_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
 
 
-def _read(transformer: SD3Transformer2DModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    latent = _CALL("hidden_states").read(args, kwargs)
-    batch, _, height, width = latent.shape
-    patch = transformer.config.patch_size
-    timestep = as_tensor(_CALL("timestep").read(args, kwargs))
-    text = _CALL("encoder_hidden_states").read(args, kwargs).shape[1]
-    return DenoiserCall(batch, latent.dtype, latent.device, timestep, height // patch, width // patch, text_tokens=text)
-
-
-def _plan_call(transformer: SD3Transformer2DModel, height: int, width: int) -> DenoiserCall:
-    patch = transformer.config.patch_size
-    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height // patch, width // patch)
-
-
-def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width: int) -> dict[str, Any]:
+def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
     config = transformer.config
     return {
         "hidden_states": random_input(transformer, batch, config.in_channels, height, width),
@@ -58,15 +40,19 @@ def _example(transformer: SD3Transformer2DModel, batch: int, height: int, width:
     }
 
 
-FAMILY = Family(
-    name="sd3",
-    denoiser=SD3Transformer2DModel,
-    merging="dit",
-    blocks=_blocks,
-    read=_read,
-    plan_call=_plan_call,
-    unit=lambda transformer, scale: transformer.config.patch_size * scale,
-    example=_example,
-    between_blocks=(_CALL("block_controlnet_hidden_states"), _CALL("skip_layers")),
-    attention_kwargs=_CALL("joint_attention_kwargs"),
+FAMILIES = (
+    Family(
+        name="sd3",
+        title="Stable Diffusion 3, 3.5",
+        denoiser=SD3Transformer2DModel,
+        pipelines=tuple(f"StableDiffusion3{kind}Pipeline" for kind in ("", "Img2Img", "ControlNet")),
+        steps="28 to 40",
+        blocks=listed(("transformer_blocks", _JOINT, "joint")),
+        read=_CALLS.read,
+        plan_call=_CALLS.plan,
+        unit=_CALLS.unit,
+        example=_example,
+        between_blocks=(_CALL("block_controlnet_hidden_states"), _CALL("skip_layers")),
+        attention_kwargs=_CALL("joint_attention_kwargs"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""SD 1.5, SD 2.x and SDXL: UNet2DConditionModel. Groups are resolution levels."""
+"""UNets: SD 1.5, SD 2.x, SDXL, Kolors; and Stable Video Diffusion. Groups are resolution levels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, UNetSpatioTemporalConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor
 
 from .base import Block, BlockKind, Component, Family, Ports, arguments, as_tensor, keys_values, random_input
-from .calls import DenoiserCall
+from .calls import DenoiserCall, TokenGrid
+from .reading import Latents
 
-_BLOCK = BlockKind(
+BASIC_BLOCK = BlockKind(
     Ports(),
     {
         "self_attention": (Component("attn1"),),
@@ -26,27 +27,30 @@ _BLOCK = BlockKind(
 _STAGE = BlockKind(Ports(), {})
 
 _CALL = arguments(UNet2DConditionModel)
+_CALLS = Latents(_CALL, lambda config: (1, 1, 1), latent="sample", text=None)
+_VIDEO_CALL = arguments(UNetSpatioTemporalConditionModel)
 # Of CLIP.
 _TEXT_TOKENS = 77
 
 
-def _blocks(unet: UNet2DConditionModel) -> list[Block]:
+def _blocks(unet: Any) -> list[Block]:
     found = []
     for stage, level in _stages(unet):
         for name, module in unet.get_submodule(stage).named_modules(prefix=stage):
             if isinstance(module, BasicTransformerBlock):
-                line = name.rpartition(".")[0]
-                found.append(Block(name, module, _BLOCK, f"level-{2**level}", level, line, module.dim))
+                # A block for video is followed by one over time, which always runs.
+                line = name if isinstance(unet, UNetSpatioTemporalConditionModel) else name.rpartition(".")[0]
+                found.append(Block(name, module, BASIC_BLOCK, f"level-{2**level}", level, line, module.dim))
     return found
 
 
-def _held_stages(unet: UNet2DConditionModel) -> list[Block]:
+def _held_stages(unet: Any) -> list[Block]:
     """With all their layers. What enters the first and what leaves the last have the same shape."""
     width = unet.config.block_out_channels[0]
     return [Block(name, unet.get_submodule(name), _STAGE, "stages", width=width) for name, _ in _stages(unet)]
 
 
-def _stages(unet: UNet2DConditionModel) -> list[tuple[str, int]]:
+def _stages(unet: Any) -> list[tuple[str, int]]:
     """Names of the UNet's stages in the order they run, each with how often the latent was halved before it."""
     stages, level = [], 0
     for number, stage in enumerate(unet.down_blocks):
@@ -60,11 +64,16 @@ def _stages(unet: UNet2DConditionModel) -> list[tuple[str, int]]:
     return stages
 
 
-def _read(unet: UNet2DConditionModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    sample = _CALL("sample").read(args, kwargs)
-    batch, _, height, width = sample.shape
-    timestep = as_tensor(_CALL("timestep").read(args, kwargs))
-    return DenoiserCall(batch, sample.dtype, sample.device, timestep, height, width)
+def _read_video(unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+    """Frames are samples: the blocks that merge see one each."""
+    sample = _VIDEO_CALL("sample").read(args, kwargs)
+    batch, frames, _, height, width = sample.shape
+    timestep = as_tensor(_VIDEO_CALL("timestep").read(args, kwargs))
+    return DenoiserCall(batch * frames, sample.dtype, sample.device, timestep, (TokenGrid(height, width),))
+
+
+def _plan_video(unet: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+    return _CALLS.plan(unet, height, width)
 
 
 def _between_stages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -75,16 +84,15 @@ def _between_stages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
     return [] if given is None else given
 
 
-def _plan_call(unet: UNet2DConditionModel, height: int, width: int) -> DenoiserCall:
-    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), height, width)
-
-
-def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) -> dict[str, Any]:
+def _example(unet: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
     config = unet.config
     arguments: dict[str, Any] = {
         "sample": random_input(unet, batch, config.in_channels, height, width),
         "timestep": torch.full((), 500.0, device=unet.device),
-        "encoder_hidden_states": random_input(unet, batch, _TEXT_TOKENS, config.cross_attention_dim),
+        # Kolors projects its text before it enters.
+        "encoder_hidden_states": random_input(
+            unet, batch, _TEXT_TOKENS, config.encoder_hid_dim or config.cross_attention_dim
+        ),
     }
     if config.addition_embed_type == "text_time":
         ids = 6
@@ -96,18 +104,59 @@ def _example(unet: UNet2DConditionModel, batch: int, height: int, width: int) ->
     return arguments
 
 
-FAMILY = Family(
-    name="unet",
-    denoiser=UNet2DConditionModel,
-    merging="unet",
-    blocks=_blocks,
-    read=_read,
-    plan_call=_plan_call,
+def _video_example(unet: Any, batch: int, height: int, width: int, frames: int = 14) -> dict[str, Any]:
+    config = unet.config
+    return {
+        "sample": random_input(unet, batch, frames, config.in_channels, height, width),
+        "timestep": torch.full((), 500.0, device=unet.device),
+        "encoder_hidden_states": random_input(unet, batch, 1, config.cross_attention_dim),
+        "added_time_ids": random_input(unet, batch, 3),
+    }
+
+
+def _unit(unet: Any, scale: int) -> int:
     # Whatever their decoder is, the pipelines refuse other sides than multiples of 8.
-    unit=lambda unet, scale: math.lcm(8, scale),
-    example=_example,
-    stages=_held_stages,
-    between_stages=_between_stages,
-    masks=(_CALL("attention_mask"),),
-    attention_kwargs=_CALL("cross_attention_kwargs"),
+    return math.lcm(8, scale)
+
+
+FAMILIES = (
+    Family(
+        name="unet",
+        title="Stable Diffusion 1.5, 2.x, SDXL, Kolors",
+        denoiser=UNet2DConditionModel,
+        pipelines=(
+            *(f"StableDiffusion{kind}Pipeline" for kind in ("", "Img2Img", "Inpaint", "ControlNet")),
+            *(f"StableDiffusionXL{kind}Pipeline" for kind in ("", "Img2Img", "Inpaint", "ControlNet")),
+            "KolorsPipeline",
+        ),
+        trained="tiny-sdxl",
+        steps="30 to 50, Lightning 4 or 8",
+        merging="unet",
+        blocks=_blocks,
+        read=_CALLS.read,
+        plan_call=_CALLS.plan,
+        unit=_unit,
+        example=_example,
+        stages=_held_stages,
+        between_stages=_between_stages,
+        masks=(_CALL("attention_mask"),),
+        attention_kwargs=_CALL("cross_attention_kwargs"),
+    ),
+    Family(
+        name="svd",
+        title="Stable Video Diffusion",
+        denoiser=UNetSpatioTemporalConditionModel,
+        pipelines=("StableVideoDiffusionPipeline",),
+        steps="25",
+        merging="unet",
+        frames=25,
+        scales=(8, 1),
+        blocks=_blocks,
+        read=_read_video,
+        plan_call=_plan_video,
+        unit=_unit,
+        example=_video_example,
+        stages=_held_stages,
+        note="Merges within frames, in spatial blocks; blocks over time run whole.",
+    ),
 )

@@ -1,7 +1,8 @@
-"""Holding: which residuals a denoiser call keeps or adds, and how far they are extrapolated."""
+"""Holding: which residuals a denoiser call keeps or adds, how far they are extrapolated, and how far off that was."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ..families.calls import DenoiserCall
 from ..runtime.clock import Clock
-from ..runtime.timeline import HELD, Step
+from ..runtime.timeline import HELD, Kept, Step
+from .errors import Errors
 from .residuals import Residual, Run
 
 # What held blocks do in a call.
@@ -19,7 +21,7 @@ RUN, KEEP, HOLD = "run", "keep", "hold"
 
 
 @dataclass
-class _Kept:
+class _Call:
     """The kept steps of one call of the step, at one size, in an image."""
 
     image: int
@@ -32,10 +34,13 @@ class Holding:
 
     def __init__(self, clock: Clock) -> None:
         self.act = RUN
+        self.learning = False  # until a call has shown what can be held
+        self._shown: DenoiserCall | None = None  # that call, if it is to be kept
         self.runs: list[Run] = []
+        self.errors = Errors()
         self._clock = clock
-        self._kept: dict[tuple[int, tuple[Any, ...]], _Kept] = {}  # by call of the step and size
-        self._pending: tuple[_Kept, int] | None = None  # the last call's, and its step, if it is to be kept
+        self._kept: dict[tuple[int, tuple[Any, ...]], _Call] = {}  # by call of the step and size
+        self._pending: tuple[_Call, int] | None = None  # the last call's, and its step, if it is to be kept
         self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # by call of the step
 
     def add_run(self, run: Run) -> Run:
@@ -44,6 +49,7 @@ class Holding:
 
     def begin_image(self) -> None:
         """Give up residuals of sizes that the last two images did not have: two sizes may take turns."""
+        self.errors.begin_image()
         for (turn, size), kept in list(self._kept.items()):
             if kept.image < self._clock.image - 2:
                 del self._kept[turn, size]
@@ -51,18 +57,27 @@ class Holding:
                     if run.serves(kept.call):
                         run.forget(kept.call, turn)
 
-    def last_kept(self, call: DenoiserCall) -> int | None:
-        """The last step of this image that such a call was kept at."""
+    def known(self, call: DenoiserCall) -> Kept | None:
+        """What such a call of this image has shown so far."""
         self._drop_failed()
         kept = self._kept.get((self._clock.call, call.size))
-        return kept.steps[-1] if kept is not None and kept.image == self._clock.image and kept.steps else None
+        if kept is None or kept.image != self._clock.image or not kept.steps:
+            return None
+        *before, last = map(self._clock.place, kept.steps)
+        # The error of a full step is on its way while the next begins, and is not waited for.
+        late = last.number if self._clock.step == kept.steps[-1] + 1 else last.number + 1
+        held = tuple(map(self._clock.place, range(kept.steps[-1] + 1, self._clock.step)))
+        return Kept(last, before[0] if before else None, self.errors.bend(late), held)
 
     def enter(self, call: DenoiserCall, step: Step) -> None:
         """Point every run at the residual of this call, and tell how far the last kept step is."""
         self._drop_failed()
         self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
+        if self.learning:
+            self._shown = call if self.act == KEEP else None
+            self.act = RUN
         for run in self.runs:
-            run.entered = None
+            run.entered, run.passed = None, None
         turn = self._clock.call
         kept = self._kept.get((turn, call.size))
         if self.act == RUN:
@@ -73,24 +88,50 @@ class Holding:
         if kept is None or kept.image != self._clock.image:
             # The tensors of a call would be kept alive by its ids and timestep.
             known = call._replace(ids=None, timestep=torch.zeros(()))
-            kept = self._kept[turn, call.size] = _Kept(self._clock.image, known)
+            kept = self._kept[turn, call.size] = _Call(self._clock.image, known)
         self._pending = (kept, self._clock.step) if self.act == KEEP else None
+        self._point(call, self._distance(kept.steps))
+
+    def _point(self, call: DenoiserCall, distance: float) -> None:
+        """Every run at its residual of a call."""
+        turn = self._clock.call
         if (turn, call.device) not in self._ahead:
             with torch.inference_mode(False):
                 self._ahead[turn, call.device] = torch.zeros((), device=call.device)
         ahead = self._ahead[turn, call.device]
-        ahead.fill_(self._distance(kept.steps))
+        ahead.fill_(distance)
         for run in self.runs:
             if run.serves(call):
                 run.enter(call, turn, ahead)
             else:
                 run.current = None
 
+    def keep_shown(self, changes: list[tuple[Run, tuple[Tensor | None, ...]]]) -> None:
+        """Keep what runs changed in the call that has shown them and just ended, if its step is to be kept."""
+        call, self._shown = self._shown, None
+        if call is None or any(not run.serves(call) for run, _ in changes):
+            return
+        self._point(call, 0.0)
+        for run, change in changes:
+            assert run.current is not None
+            run.current.keep(change)
+            run.current.leave_inference()
+        known = call._replace(ids=None, timestep=torch.zeros(()))
+        self._kept[self._clock.call, call.size] = _Call(self._clock.image, known, [self._clock.step])
+
     def leave(self, *, restart: bool) -> None:
         """At the end of a call that did not fail. restart: whether what ran is another than at the last kept step, so
         that no slope may be taken between the two."""
         if self._pending is not None:
+            for run in self.runs:
+                run.passed = None
+                if run.current is not None:
+                    run.current.leave_inference()
             kept, step = self._pending
+            if len(kept.steps) == 2 and not restart:
+                before, last = map(self._clock.place, kept.steps)
+                residuals = [run.current for run in self.runs if run.current is not None]
+                self.errors.note(self._clock.place(step), Kept(last, before), residuals)
             kept.steps = [step] if restart else [*kept.steps[-1:], step]
         self._pending = None
         # Blocks that are called by themselves run.
@@ -106,11 +147,21 @@ class Holding:
         """Of this step from the last kept one, over that between the last two; 0 after one."""
         if len(steps) < 2:
             return 0.0
-        before, last, now = (self._clock.distance(step) for step in (*steps[-2:], self._clock.step))
+        before, last, now = (self._clock.place(step).at for step in (*steps[-2:], self._clock.step))
         return (now - last) / (last - before) if last != before else 0.0
 
     def close(self) -> None:
         self.act = RUN
+
+    @property
+    def drift(self) -> float | None:
+        """How far the last image has drifted, by the errors of its kept steps; None where nothing was held. Between
+        kept steps errors add up; those of different ones have nothing in common."""
+        drifts = []
+        for each in self.errors.measured:
+            held = range(each.kept.last.number + 1, each.now.number)
+            drifts.append(each.drift([self._clock.place(number - self._clock.begin) for number in held]))
+        return math.hypot(*drifts) or None
 
     @property
     def nbytes(self) -> int:

@@ -3,103 +3,117 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..families.calls import DenoiserCall, token_count
+from ..families.calls import DenoiserCall
 
 
-class ResidualSize(NamedTuple):
-    """What the tensors of a residual depend on."""
+class _Stream:
+    """What blocks changed in one of their inputs: a value that full steps overwrite in place and compiled code reads,
+    and its change since the one before."""
 
-    batch: int
-    tokens: int
-    text_tokens: int  # 0 where the run gives no text tokens out
-    dtype: torch.dtype
-    device: torch.device
+    value: Tensor | None = None
+    change: Tensor | None = None
 
-
-class _Kept:
-    """A value that full steps overwrite in place and compiled code reads, and its change since the one before."""
-
-    def __init__(self, batch: int, tokens: int, width: int, size: ResidualSize) -> None:
-        self.value = torch.zeros((batch, tokens, width), dtype=size.dtype, device=size.device)
-        self.change = torch.zeros_like(self.value)
-
-    def keep(self, new: Tensor) -> None:
-        self.change.copy_(new - self.value)
+    def keep(self, new: Tensor, usable: Tensor | None) -> None:
+        """usable: on the device, whether a slope may be taken; where not, the next steps hold the value alone."""
+        if self.value is None or self.change is None or self.value.shape != new.shape:
+            # Only a block knows how many tokens it has: some models append registers or pad.
+            self.value, self.change = new, torch.zeros_like(new)
+            return
+        change = new - self.value
+        self.change.copy_(change if usable is None else torch.where(usable, change, 0))
         self.value.copy_(new)
 
-    def at(self, ahead: Tensor) -> Tensor:
+    def at(self, ahead: Tensor) -> Tensor | None:
+        if self.value is None or self.change is None:
+            return None
         # After the first kept step of an image the change is one from the image before, which need not be finite.
         return torch.where(ahead == 0, self.value, self.value + self.change * ahead.to(self.value.dtype))
 
+    def leave_inference(self) -> None:
+        """Tensors of inference mode could not be overwritten outside of it."""
+        if self.value is not None and self.change is not None and self.value.is_inference():
+            with torch.inference_mode(False):
+                self.value, self.change = self.value.clone(), self.change.clone()
+
     @property
     def nbytes(self) -> int:
-        return self.value.nbytes + self.change.nbytes
+        return sum(each.nbytes for each in (self.value, self.change) if each is not None)
 
 
 class Residual:
-    """The residual of one run at one size and call of the step."""
+    """The residual of one run at one size and call of the step: of its image tokens, its text tokens, and whatever else
+    its blocks change."""
 
-    def __init__(self, size: ResidualSize, width: int, ahead: Tensor) -> None:
-        self.image = _Kept(size.batch, size.tokens, width, size)
-        self.text = _Kept(size.batch, size.text_tokens, width, size) if size.text_tokens else None
+    def __init__(self, streams: int, samples: int, ahead: Tensor) -> None:
+        self.streams = tuple(_Stream() for _ in range(streams))
         # fp32 scalar: how far this step is from the last kept one, in distances between the last two; 0 after one.
         self.ahead = ahead
+        # At a kept step: squared length of the extrapolation's error and of the residual itself, of every sample.
+        self.squares = torch.zeros(2, samples, device=ahead.device)
 
     @property
     def nbytes(self) -> int:
-        return self.image.nbytes + (self.text.nbytes if self.text is not None else 0)
+        return sum(each.nbytes for each in self.streams)
 
-    def keep(self, image: Tensor, text: Tensor | None) -> None:
-        """Take the residual of a full step, [B, N, C] and [B, T, C]."""
-        self.image.keep(image)
-        if text is not None and self.text is not None:
-            self.text.keep(text)
+    def keep(self, changes: tuple[Tensor | None, ...]) -> None:
+        """Take the residual of a full step, [B, N, C] for each stream; None where blocks give none out."""
+        image = changes[0]
+        usable = None if image is None else self._compare(image)
+        for stream, new in zip(self.streams, changes, strict=True):
+            if new is not None:
+                stream.keep(new, usable)
 
-    def image_now(self) -> Tensor:
-        """[B, N, C], extrapolated to this step."""
-        return self.image.at(self.ahead)
+    def _compare(self, new: Tensor) -> Tensor | None:
+        """Note how far the extrapolation to this step would have been off; of image tokens, which alone are drawn."""
+        expected = self.streams[0].at(self.ahead)
+        if expected is None or expected.shape != new.shape:
+            return None
+        # Blocks of some models have their samples along another axis.
+        samples = self.squares.shape[1] if new.shape[0] == self.squares.shape[1] else 1
+        off, length = (each.reshape(samples, -1).float() for each in (new - expected, new))
+        self.squares.copy_(torch.stack([off.square().sum(1), length.square().sum(1)]))
+        return self.squares.isfinite().all()
 
-    def text_now(self) -> Tensor | None:
-        """[B, T, C], extrapolated to this step."""
-        return None if self.text is None else self.text.at(self.ahead)
+    def now(self) -> tuple[Tensor | None, ...]:
+        """The residual of every stream, extrapolated to this step."""
+        return tuple(stream.at(self.ahead) for stream in self.streams)
+
+    def leave_inference(self) -> None:
+        for stream in self.streams:
+            stream.leave_inference()
 
 
 @dataclass
 class Run:
     """Blocks that are held together: all their residuals, by size and call of the step."""
 
-    width: int
-    level: int
-    has_text: bool
+    streams: int
     apart: bool | None = None  # whether it is for calls where something acts between blocks, or does not; None: for all
     current: Residual | None = None
-    # At a full step, until the last block has run: the image and text tokens that entered the first.
-    entered: tuple[Tensor, Tensor | None] | None = None
-    _residuals: dict[tuple[ResidualSize, int], Residual] = field(default_factory=dict)
-
-    def size(self, call: DenoiserCall) -> ResidualSize:
-        text = call.text_tokens if self.has_text else 0
-        return ResidualSize(call.batch, token_count(call, self.level), text, call.dtype, call.device)
+    # At a full step, until the last block has run: what entered the first.
+    entered: tuple[Tensor, ...] | None = None
+    passed: tuple[Tensor | None, ...] | None = None  # at a full step, what the last block gave on
+    _residuals: dict[tuple[Any, int], Residual] = field(default_factory=dict)
 
     def serves(self, call: DenoiserCall) -> bool:
         return self.apart in (None, call.apart)
 
     def enter(self, call: DenoiserCall, turn: int, ahead: Tensor) -> None:
         """Point `current` at the residual of a call, the one with number `turn` of its step."""
-        key = (self.size(call), turn)
+        key = (call.size, turn)
         if key not in self._residuals:
             # Inference tensors could not be overwritten outside of inference mode.
             with torch.inference_mode(False):
-                self._residuals[key] = Residual(key[0], self.width, ahead)
+                self._residuals[key] = Residual(self.streams, call.batch, ahead)
         self.current = self._residuals[key]
 
     def forget(self, call: DenoiserCall, turn: int) -> None:
-        self._residuals.pop((self.size(call), turn), None)
+        self._residuals.pop((call.size, turn), None)
 
     def owns(self, residual: Residual | None) -> bool:
         return residual is None or any(each is residual for each in self._residuals.values())

@@ -14,6 +14,7 @@ from ..families.base import Block, Family, Ports
 from ..runtime.foreign import cache_hooks, is_group_offloaded
 from ..runtime.installing import Installation, Site
 from .controller import KEEP, RUN, Holding
+from .learning import LearnedPorts, LearnedRun
 from .residuals import Residual, Run
 
 _FP16_MAX = torch.finfo(torch.float16).max
@@ -25,6 +26,7 @@ class HeldRun:
 
     blocks: tuple[Block, ...]
     stages: bool = False
+    generic: bool = False  # candidates: the first call shows which of them follow each other
 
 
 def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, ...]:
@@ -40,6 +42,8 @@ def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, 
             f"{name} has no transformer blocks to hold; use what='stages', under a scheduler that adds no noise, such "
             "as DDIMScheduler"
         )
+    if family.learned:
+        return (HeldRun(tuple(blocks), generic=True),)
     runs: list[list[Block]] = []
     for block in blocks:
         if not runs or runs[-1][-1].line != block.line:
@@ -52,17 +56,36 @@ def install_holding(runs: Sequence[HeldRun], holding: Holding, installation: Ins
     """Put sites on all blocks or stages."""
     for held in runs:
         first, last = held.blocks[0], held.blocks[-1]
-        has_text = first.kind.ports.outputs is not None
-        together = holding.add_run(Run(first.width, first.level, has_text, None if held.stages else False))
+        streams = first.kind.ports.streams
+        together = holding.add_run(Run(streams, None if held.stages else False))
         for block in held.blocks:
             ends = {"first": block is first, "last": block is last}
             site: Site
             if held.stages:
                 site = StageSite(block.name, holding, block.kind.ports, together, **ends)
             else:
-                alone = holding.add_run(Run(block.width, block.level, has_text, apart=True))
+                alone = holding.add_run(Run(streams, apart=True))
                 site = HeldSite(block.name, holding, block.kind.ports, together, alone, level=block.level, **ends)
             installation.add(site, block.module)
+
+
+def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: Installation) -> None:
+    """Put sites on the blocks of runs that a call has shown, and keep what it changed in them."""
+    changes: list[tuple[Run, tuple[Tensor | None, ...]]] = []
+    for learned in runs:
+        together = holding.add_run(Run(learned.ports[0].streams, apart=False))
+        last = len(learned.blocks) - 1
+        for number, (block, ports) in enumerate(zip(learned.blocks, learned.ports, strict=True)):
+            alone = holding.add_run(Run(ports.streams, apart=True))
+            ends = {"first": number == 0, "last": number == last}
+            site = LearnedSite(block.name, holding, ports, together, alone, **ends)
+            installation.add(site, block.module)
+        if learned.entered and learned.left:
+            changes.append((together, _changes(learned.entered, learned.left)))
+    installation.place()
+    # All of a call or nothing: what is kept of one run is held with the others.
+    if len(changes) == len(runs):
+        holding.keep_shown(changes)
 
 
 def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
@@ -88,7 +111,7 @@ class HeldSite(Site):
         self,
         name: str,
         holding: Holding,
-        ports: Ports,
+        ports: Ports | LearnedPorts,
         together: Run,
         alone: Run,
         *,
@@ -113,29 +136,37 @@ class HeldSite(Site):
         run = self.alone if alone else self.together
         residual, first, last = run.current, alone or self.first, alone or self.last
         assert residual is not None, "a held block ran before its denoiser was entered"
-        tokens = self.ports.tokens.read(args, kwargs)
-        text = self.ports.text_tokens.read(args, kwargs) if self.ports.text_tokens else None
+        streams = self.ports.entering(args, kwargs)
         if act == KEEP:
+            self.check_entering(streams, run, first=first)
             if first:
-                self.check(tokens, residual)
-                run.entered = tokens.detach(), None if text is None else text.detach()
+                run.entered = tuple(each.detach() for each in streams)
             output = self.original(*args, **kwargs)
+            self.note_leaving(output, run)
             if last:
                 self.keep(run, residual, output)
             return output
         if first:
-            tokens, change = _clipped(tokens + residual.image_now()), residual.text_now()
-            text = text if text is None or change is None else _clipped(text + change)
-        return self.ports.output(tokens, text)
+            streams = self.moved(streams, residual)
+        return self.ports.output(streams)
 
-    def check(self, tokens: Tensor, residual: Residual) -> None:
-        """Refuse tokens that the residual was not made for."""
-        expected = residual.image.value
-        if tokens.shape[1] != expected.shape[1] or tokens.device != expected.device:
-            raise TokenMergeError(
-                f"{self.name!r} was given {tokens.shape[1]} tokens on {tokens.device}, not the {expected.shape[1]} of "
-                f"its call on {expected.device}; put the denoiser on one device, or remove first"
-            )
+    def check_entering(self, streams: tuple[Tensor, ...], run: Run, *, first: bool) -> None:
+        """A table knows what enters."""
+
+    def note_leaving(self, output: Any, run: Run) -> None:
+        """A table knows what leaves."""
+
+    def moved(self, streams: tuple[Tensor, ...], residual: Residual) -> tuple[Tensor, ...]:
+        """What leaves a held run, by what entered it and its residual."""
+        changes = residual.now()
+        for entered, change in zip(streams, changes, strict=True):
+            if change is not None and (entered.shape[1:] != change.shape[1:] or entered.device != change.device):
+                raise TokenMergeError(
+                    f"{self.name!r} was given {entered.shape[1]} tokens on {entered.device}, not the {change.shape[1]} "
+                    f"of the last full step on {change.device}; put the denoiser on one device, or remove first"
+                )
+        pairs = zip(streams, changes, strict=True)
+        return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
 
     def keep(self, run: Run, residual: Residual, output: Any) -> None:
         """Keep what a run has changed, of which this is the last block."""
@@ -144,10 +175,35 @@ class HeldSite(Site):
                 f"{self.name!r} ran without the first of the blocks that are held with it; do not skip layers in some "
                 "steps only, nor checkpoint gradients, or remove first"
             )
-        (tokens, text), run.entered = run.entered, None
-        (image,), text_out = self.ports.outgoing(output), self.ports.text(output)
-        change = None if text is None or text_out is None else _clipped(text_out.detach() - text)
-        residual.keep(_clipped(image.detach() - tokens), change)
+        entered, run.entered = run.entered, None
+        residual.keep(_changes(entered, self.ports.leaving(output)))
+
+
+class LearnedSite(HeldSite):
+    """A block of a run that a call has shown. Every full step shows whether it still is one."""
+
+    ports: LearnedPorts
+
+    def check_entering(self, streams: tuple[Tensor, ...], run: Run, *, first: bool) -> None:
+        if first or torch.compiler.is_compiling():
+            return
+        if run.passed is None or any(now is not before for now, before in zip(streams, run.passed, strict=True)):
+            raise TokenMergeError(
+                f"{self.name!r} was given other tokens than the block before it gave out, unlike in the first call; "
+                "blocks that something acts between in some steps cannot be held: remove first"
+            )
+
+    def note_leaving(self, output: Any, run: Run) -> None:
+        if torch.compiler.is_compiling():
+            return
+        entered = run.entered or ()
+        left = self.ports.leaving(output) if self.ports.fits(output) else ()
+        if entered and [each.shape for each in left] != [each.shape for each in entered]:
+            raise TokenMergeError(
+                f"{self.name!r} gave out something else than its run was given, unlike in the first call; such blocks "
+                "cannot be held: remove first"
+            )
+        run.passed = left
 
 
 class StageSite(Site):
@@ -172,17 +228,17 @@ class StageSite(Site):
         assert residual is not None, "a held stage ran before its denoiser was entered"
         features = self.ports.tokens.read(args, kwargs)
         if self.first:
-            self.together.entered = features.detach(), None
+            self.together.entered = (features.detach(),)
         if act == KEEP:
             output = self.original(*args, **kwargs)
             self.skips = len(output[1]) if isinstance(output, tuple) else None
             if self.last:
-                change = _clipped(output.detach() - self.take_entered())
-                residual.keep(change.reshape(residual.image.value.shape), None)
+                residual.keep((_clipped(output.detach() - self.take_entered()),))
             return output
         if self.last:
-            entered = self.take_entered()
-            return _clipped(entered + residual.image_now().view(entered.shape))
+            (change,) = residual.now()
+            assert change is not None, "a stage was held before it was kept"
+            return _clipped(self.take_entered() + change)
         # As many as always, of a shape that whatever a ControlNet adds goes with.
         nothing = features.new_empty(())
         return nothing if self.skips is None else (nothing, (nothing,) * self.skips)
@@ -193,8 +249,14 @@ class StageSite(Site):
             raise TokenMergeError(
                 f"{self.name!r} ran without the first of the stages that are held; use what='blocks', or remove first"
             )
-        (features, _), self.together.entered = self.together.entered, None
+        (features,), self.together.entered = self.together.entered, None
         return features
+
+
+def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """What a run changed; None for what it gives out no more."""
+    pairs = zip(entered, left, strict=True)
+    return tuple(None if after is None else _clipped(after.detach() - before) for before, after in pairs)
 
 
 def _clipped(tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from ..config import Merge
 from ..errors import TokenMergeError
 from ..families.base import Family
-from ..families.calls import DenoiserCall, TokenGrid, grid_at_level, grids_of_ids
+from ..families.calls import DenoiserCall, grids_at_level, grids_of_ids
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import HELD, MERGED, Step
 from .groups import MergeGroup
@@ -33,12 +33,17 @@ class Merging:
 
     def check_call(self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse arguments of a denoiser call that merged tokens cannot follow."""
+        reason = family.unmergeable_call(args, kwargs)
+        if reason:
+            raise TokenMergeError(f"{reason}; use Hold, or remove first")
         for argument in family.masks:
             if argument.read(args, kwargs) is not None:
                 raise TokenMergeError(
                     f"{argument.name} masks image tokens in self-attention, which merged tokens cannot follow; "
                     "leave it out, or remove first"
                 )
+        if family.attention_kwargs is None:
+            return
         extra = family.attention_kwargs.read(args, kwargs) or {}
         for name in ("attention_mask", "gligen"):
             if extra.get(name) is not None:
@@ -74,7 +79,7 @@ class Merging:
         """Tell every group how its image tokens lie."""
         if call.ids is None:
             for group in self.groups:
-                group.grids = (TokenGrid(*grid_at_level(call, group.level)),)
+                group.grids = grids_at_level(call, group.level)
             return
         # Reading ids waits for the device, so only once per image.
         known = self.groups[0].grids
@@ -111,10 +116,10 @@ class Merging:
         kinds = tuple(group.kind() for group in self.groups)
         return None if None in kinds else kinds
 
-    def done(self) -> list[tuple[int, int, int]]:
+    def done(self) -> list[tuple[int, int]]:
         return [group.done for group in self.groups]
 
-    def set_done(self, done: list[tuple[int, int, int]]) -> None:
+    def set_done(self, done: list[tuple[int, int]]) -> None:
         for group, each in zip(self.groups, done, strict=True):
             group.done = each
 

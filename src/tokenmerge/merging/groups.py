@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ..config import Merge
-from ..families.calls import DenoiserCall, TokenGrid, token_count
+from ..families.calls import DenoiserCall, TokenGrid
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import ALWAYS, Timeline
 from .grid import Partition
 from .mergemap import MapSpace
 from .methods import Given, Method
 from .ops import backend_for
-from .ops.reference import Rotary
 from .slots import Made, Slot
 
 # Sizes whose maps stay allocated: from one image to the next, and within one, as of tiles.
@@ -35,14 +35,8 @@ class _Due:
     step: int
     maps: str  # select, reweigh or reuse
     maps_done: int = 0  # how often: every block may need a map of its own
-    rotary_done: int = 0
     visits: int = 0  # of layers that asked
     noted: bool = False
-
-    @property
-    def rotary(self) -> bool:
-        """Whether rotary tables must be gathered."""
-        return self.maps == "select" or not self.made.rotary
 
 
 class MergeGroup:
@@ -70,6 +64,7 @@ class MergeGroup:
         self._seeded_for = -1
         self._due: _Due | None = None
         self._slots: dict[tuple[Any, ...], Slot] = {}
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
     def enter(self, call: DenoiserCall) -> None:
@@ -80,16 +75,17 @@ class MergeGroup:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
-        made = self._enter_slot(turn, call).history.made_for(turn, image)
-        self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
         self.partition = self._partition_on(call.device)
+        made = self._enter_slot(turn, call, self.partition).history.made_for(turn, image)
+        self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
+        self._gathered.clear()
 
-    def _enter_slot(self, turn: int, call: DenoiserCall) -> Slot:
+    def _enter_slot(self, turn: int, call: DenoiserCall, partition: Partition) -> Slot:
         """Point `slot` at the tensors of a size, holding the maps of a turn."""
-        key = (call.batch, token_count(call, self.level), call.text_tokens, call.dtype, call.device)
+        key = (call.batch, self.grids, call.dtype, call.device)
         if key not in self._slots:
             self._make_room()
-            self._slots[key] = self._allocate(*key, call.rotary_width)
+            self._slots[key] = self._allocate(partition, MapSpace(call.batch, self.shared, call.dtype, call.device))
         self.slot = slot = self._slots[key]
         slot.image = self._clock.image
         with torch.no_grad():
@@ -104,23 +100,15 @@ class MergeGroup:
                 break
             del self._slots[key]
         # Recorded graphs read the partitions of sizes that still have a slot.
-        kept = {(tokens, device) for _, tokens, _, _, device in self._slots}
-        for grids, device in list(self._partitions):
-            if (sum(grid.count for grid in grids), device) not in kept:
-                del self._partitions[grids, device]
+        kept = {(grids, device) for _, grids, _, device in self._slots}
+        self._partitions = {key: partition for key, partition in self._partitions.items() if key in kept}
 
-    def _allocate(
-        self, batch: int, tokens: int, text: int, dtype: torch.dtype, device: torch.device, rotary_width: int
-    ) -> Slot:
-        ops, self.backend = backend_for(self._technique.backend, device)
-        layout = self._method.layout(tokens, self._technique)
+    def _allocate(self, partition: Partition, space: MapSpace) -> Slot:
+        ops, self.backend = backend_for(self._technique.backend, space.device)
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
-            space = MapSpace(batch, self.shared, dtype, device)
-            merge_map = self._method.empty_map(layout, ops, self._technique, space)
-            tables = 2 if rotary_width else 0
-            rotary = [torch.zeros(text + layout.merged, rotary_width, device=device) for _ in range(tables)]
-        return Slot(merge_map, rotary)
+            merge_map = self._method.empty_map(partition.layout, ops, self._technique, space)
+            return Slot(merge_map, torch.empty(partition.whole, 0, device=space.device))
 
     def _partition_on(self, device: torch.device) -> Partition:
         key = (self.grids, device)
@@ -138,58 +126,44 @@ class MergeGroup:
             due.made.weighed = due.step
             self.weighings += due.maps_done
             if due.maps == "select":
-                due.made.selected, due.made.rotary = due.step, False
+                due.made.selected = due.step
                 self.selections += due.maps_done
-        due.made.rotary |= due.rotary_done > 0
 
-    def visit(self, tables: list[Tensor]) -> bool:
-        """A layer is about to read the maps: whether a refresh has work left, given the layer's rotary tables."""
+    def visit(self) -> bool:
+        """A layer is about to read the maps: whether a refresh has work left."""
         due = self._due
         assert due is not None, "a site ran before its denoiser was entered"
         due.visits += 1
-        return self._has_work(due, tables)
+        return self._method.RENEWS == ALWAYS or not due.maps_done
 
-    def _has_work(self, due: _Due, tables: list[Tensor]) -> bool:
-        again = self._method.RENEWS == ALWAYS
-        return again or not due.maps_done or (bool(tables) and not due.rotary_done)
+    def gathered(self, table: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `gather` makes of a table, once per call and table: all blocks are given the same ones."""
+        if self._method.RENEWS == ALWAYS:
+            return gather(table)
+        if id(table) not in self._gathered:
+            # With the table itself, whose id another one could have after it.
+            self._gathered[id(table)] = (table, gather(table))
+        return self._gathered[id(table)][1]
 
     @torch.no_grad()
-    def refresh(self, tokens: Tensor, tables: list[Tensor], tensors: list[Tensor], rotary: list[Tensor]) -> None:
-        """Bring the maps up to date for this call; the first layer of the group to run does the work, or every block
-        where a method makes a map for each.
+    def refresh(self, tokens: Tensor, tensors: list[Tensor]) -> None:
+        """Bring the maps up to date for this call, after `visit` has found work; the first layer of the group to run
+        does it, or every block where a method makes a map for each.
 
-        tokens: [B, N, C]; tables: rotary cosines and sines [T + N, D], or none at a site without positions; `tensors`
-        (of the map) and `rotary` (of the merged sequence) are overwritten in place.
+        tokens: [B, N, C]; `tensors`, of the map, are overwritten in place.
         """
         due = self._due
         assert due is not None
-        if not self._has_work(due, tables):
-            return
-        again = self._method.RENEWS == ALWAYS
-        renews, gathered = False, None
-        if tables and (again or not due.rotary_done):
-            due.rotary_done += 1
-            gathered = Rotary(tables, rotary) if due.rotary else None
-        if again or not due.maps_done:
-            due.maps_done += 1
-            renews = due.maps != "reuse"
-        if renews or gathered is not None:
-            self._renew(tokens, tensors, due.maps if renews else "reuse", gathered)
-
-    def _renew(self, tokens: Tensor, tensors: list[Tensor], maps: str, gathered: Rotary | None) -> None:
-        """Fill the tensors of a map, and the rotary tables of the merged sequence."""
         assert self.partition is not None
+        due.maps_done += 1
+        if due.maps == "reuse":
+            return
         ops, _ = backend_for(self._technique.backend, tokens.device)
-        merge_map = self._method.map_over(self._method.layout(tokens.shape[1], self._technique), ops, tensors)
-        if maps != "reuse":
-            # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
-            with torch.autocast(tokens.device.type, enabled=False):
-                given = Given(tokens, self.partition, self._technique, self._generator, self.shared, ops, gathered)
-                self._method.renew(merge_map, maps, given)
-            if self._method.GATHERS:
-                return
-        if gathered is not None:
-            ops.gather_rotary(gathered, merge_map.destinations[0])
+        merge_map = self._method.map_over(self.partition.layout, ops, tensors)
+        # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.
+        with torch.autocast(tokens.device.type, enabled=False):
+            given = Given(tokens, self.partition, self._technique, self._generator, self.shared, ops)
+            self._method.renew(merge_map, due.maps, given)
 
     @property
     def has_maps(self) -> bool:
@@ -225,18 +199,18 @@ class MergeGroup:
             return ("whole",)
         if due.maps != "reuse" and self._method.needs_host(self._technique):
             return None
-        return id(self.slot), self.grids, due.maps, due.rotary
+        return id(self.slot), self.grids, due.maps
 
     @property
-    def done(self) -> tuple[int, int, int]:
+    def done(self) -> tuple[int, int]:
         """What this call has renewed, and how many layers asked."""
         assert self._due is not None
-        return self._due.maps_done, self._due.rotary_done, self._due.visits
+        return self._due.maps_done, self._due.visits
 
     @done.setter
-    def done(self, done: tuple[int, int, int]) -> None:
+    def done(self, done: tuple[int, int]) -> None:
         assert self._due is not None
-        self._due.maps_done, self._due.rotary_done, self._due.visits = done
+        self._due.maps_done, self._due.visits = done
 
 
 # Operators take tensors only, so groups are found by number.
@@ -250,13 +224,13 @@ def _register(group: MergeGroup) -> Tensor:
     return torch.tensor(number)
 
 
-@torch.library.custom_op("tokenmerge::refresh", mutates_args=("tensors", "rotary"))
-def refresh(tokens: Tensor, tables: list[Tensor], group: Tensor, tensors: list[Tensor], rotary: list[Tensor]) -> None:
+@torch.library.custom_op("tokenmerge::refresh", mutates_args=("tensors",))
+def refresh(tokens: Tensor, group: Tensor, tensors: list[Tensor]) -> None:
     found = _groups[int(group)]
-    if found.visit(tables):
-        found.refresh(tokens, tables, tensors, rotary)
+    if found.visit():
+        found.refresh(tokens, tensors)
 
 
 @refresh.register_fake
-def _(tokens: Tensor, tables: list[Tensor], group: Tensor, tensors: list[Tensor], rotary: list[Tensor]) -> None:
+def _(tokens: Tensor, group: Tensor, tensors: list[Tensor]) -> None:
     return None

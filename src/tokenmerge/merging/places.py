@@ -57,10 +57,10 @@ def skip_reasons(places: Iterable[MergePlace]) -> dict[str, int]:
     return dict(Counter(place.skipped for place in places if place.skipped))
 
 
-def install_merging(
-    places: Sequence[MergePlace], merging: Merging, installation: Installation, *, shared: bool
-) -> None:
-    """Put sites on all places. shared: whether a batch shares destinations."""
+def install_merging(places: Sequence[MergePlace], merging: Merging, installation: Installation) -> None:
+    """Put sites on all places."""
+    # Tables that a batch shares are gathered for one set of destinations.
+    shared = any(each.axis == 0 for place in places for each in place.block.kind.ports.per_token)
     groups: dict[str, MergeGroup] = {}
     entered: set[str] = set()
     for place in places:
@@ -84,6 +84,14 @@ def install_merging(
 
 def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], technique: Merge) -> None:
     """Refuse what the method, or the model, cannot do."""
+    obstacle = family.unmergeable(denoiser)
+    if obstacle:
+        raise TokenMergeError(f"{type(denoiser).__name__} cannot be merged: {obstacle}; use Hold")
+    if blocks and technique.sites == "component" and not any(block.kind.components for block in blocks):
+        raise TokenMergeError(
+            f"{type(denoiser).__name__} merges once per block, not per component; use sites='block', or the preset "
+            "'toma-once' or 'dit'"
+        )
     if technique.levels is not None and family.name != "unet":
         raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
     method = method_for(technique)

@@ -8,6 +8,7 @@ block's component sites.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,52 +47,87 @@ class MergeSite(Site):
         """Whether tokens pass whole: in a step that does not merge, or where none would be removed."""
         return self.retired or not self.merging.acts or not self.slot.merges
 
-    def split(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Text tokens [B, T, C], if there are any, and image tokens [B, N, C]; raises where those are not the map's."""
-        slot = self.slot
-        text = tokens.shape[1] - slot.map.token_count
-        if text < 0 or (text > 0 and not self.ports.text_first):
-            raise TokenMergeError(
-                f"{self.name!r} was given {tokens.shape[1]} tokens, not the {slot.map.token_count} of its grid; "
-                "chunked feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
-            )
-        if tokens.device != slot.map.destinations.device:
-            raise TokenMergeError(
-                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {slot.map.destinations.device}; "
-                "a denoiser spread over devices cannot be merged: put it on one"
-            )
-        return (tokens[:, :text], tokens[:, text:]) if text else (None, tokens)
+    def split(self, tokens: Tensor, count: int) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """What precedes the `count` image tokens that merge, those [B, N, C], and what follows them."""
+        others = tokens.shape[1] - count
+        if not others:
+            return None, tokens, None
+        after = others if self.ports.text == "after" else self.slot.whole.shape[0]
+        first = others - after
+        return (
+            tokens[:, :first] if first else None,
+            tokens[:, first : first + count],
+            tokens[:, first + count :] if after else None,
+        )
 
-    def refresh(self, image: Tensor, tables: list[Tensor]) -> None:
+    def split_whole(self, tokens: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """`split` of tokens that enter; raises where they are not the map's."""
+        count, whole = self.slot.map.token_count, self.slot.whole.shape[0]
+        others = tokens.shape[1] - count
+        if others < whole or (others > whole and not self.ports.text):
+            raise TokenMergeError(
+                f"{self.name!r} was given {tokens.shape[1]} tokens, not the {count + whole} of its grid; chunked "
+                "feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
+            )
+        device = self.slot.map.destinations.device
+        if tokens.device != device:
+            raise TokenMergeError(
+                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {device}; a denoiser spread over "
+                "devices cannot be merged: put it on one"
+            )
+        return self.split(tokens, count)
+
+    def refresh(self, image: Tensor) -> None:
         """Bring the maps up to date with image tokens [B, N, C]."""
-        slot = self.slot
+        tensors = self.slot.map.tensors
         if torch.compiler.is_compiling():
-            refresh(image.detach(), tables, self.group.handle, slot.map.tensors, slot.rotary)
-        elif self.group.visit(tables):
+            refresh(image.detach(), self.group.handle, tensors)
+        elif self.group.visit():
             # Not through the dispatcher, which takes as long as several launches.
-            self.group.refresh(image.detach(), tables, slot.map.tensors, slot.rotary)
-
-    def merge(self, text: Tensor | None, image: Tensor) -> Tensor:
-        """[B, (T +) N, C] to [B, (T +) M, C]; text tokens pass unmerged."""
-        merged = self.slot.map.merge(image)
-        return merged if text is None else torch.cat([text, merged], dim=1)
+            self.group.refresh(image.detach(), tensors)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
-        """[B, (T +) M, C] to [B, (T +) N, C]."""
-        text = tokens.shape[1] - self.slot.map.merged_count
-        if not text:
-            return self.slot.map.unmerge(tokens)
-        return torch.cat([tokens[:, :text], self.slot.map.unmerge(tokens[:, text:])], dim=1)
+        """Of all that leaves, the merged tokens [B, M, C] become [B, N, C]."""
+        first, merged, after = self.split(tokens, self.slot.map.merged_count)
+        return _joined(first, self.slot.map.unmerge(merged), after)
 
-    def tables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        rotary = self.ports.rotary.read(args, kwargs) if self.ports.rotary else None
-        return [] if rotary is None else list(rotary)
+    def merged_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Call:
+        """The call with merged tokens, and the rows of their destinations in all that has a row for each."""
+        args, kwargs = self.ports.tokens.write(args, kwargs, tokens)
+        for each in self.ports.per_token:
+            value = each.argument.read(args, kwargs)
+            rows = each.rows(value)
+            if rows is None:
+                continue
+            gather = partial(self.gather, axis=each.axis % rows.ndim, text=each.text)
+            # Compiled code fuses the gather into what reads it.
+            picked = gather(rows) if torch.compiler.is_compiling() else self.group.gathered(rows, gather)
+            args, kwargs = each.argument.write(args, kwargs, each.replaced(value, picked))
+        return args, kwargs
 
-    def with_rotary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with the rotary tables of the merged sequence."""
-        if self.ports.rotary is None or self.ports.rotary.read(args, kwargs) is None:
-            return args, kwargs
-        return self.ports.rotary.write(args, kwargs, tuple(self.slot.rotary))
+    def gather(self, table: Tensor, *, axis: int, text: str) -> Tensor:
+        """A table's rows along `axis`, of all tokens, become those of the merged sequence."""
+        destinations, count = self.slot.map.destinations, self.slot.map.token_count
+        others = table.shape[axis] - count
+        first = others - self.slot.whole.shape[0] if text == "first" else 0
+        samples = destinations.shape[0]
+        if samples > 1 and table.shape[0] == 1:
+            table = table.expand(samples, *table.shape[1:])
+        image = table.narrow(axis, first, count)
+        if samples == 1:
+            picked = image.index_select(axis, destinations[0])
+        else:
+            shape = [samples, *(-1 if number == axis else 1 for number in range(1, table.ndim))]
+            picked = image.take_along_dim(destinations.view(shape), axis)
+        if not others:
+            return picked
+        after = table.narrow(axis, first + count, others - first)
+        return torch.cat([table.narrow(axis, 0, first), picked, after], axis)
+
+
+def _joined(first: Tensor | None, image: Tensor, after: Tensor | None) -> Tensor:
+    parts = [each for each in (first, image, after) if each is not None]
+    return image if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class ComponentSite(MergeSite):
@@ -111,10 +147,10 @@ class ComponentSite(MergeSite):
         if self.idle or masked:
             return self.original(*args, **kwargs)
         if self.first:
-            text, image = self.split(self.ports.tokens.read(args, kwargs))
+            first, image, after = self.split_whole(self.ports.tokens.read(args, kwargs))
             if self.visits:
-                self.refresh(image, self.tables(args, kwargs))
-            args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, self.merge(text, image)))
+                self.refresh(image)
+            args, kwargs = self.merged_call(args, kwargs, _joined(first, self.slot.map.merge(image), after))
         output = self.original(*args, **kwargs)
         if not self.last:
             return output
@@ -126,8 +162,8 @@ class EntrySite(MergeSite):
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.idle:
-            _, image = self.split(self.ports.tokens.read(args, kwargs))
-            self.refresh(image, self.tables(args, kwargs))
+            _, image, _ = self.split_whole(self.ports.tokens.read(args, kwargs))
+            self.refresh(image)
         return self.original(*args, **kwargs)
 
 
@@ -137,11 +173,12 @@ class BlockSite(MergeSite):
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.idle:
             return self.original(*args, **kwargs)
-        tokens = self.ports.tokens.read(args, kwargs)
-        text, image = self.split(tokens)
-        self.refresh(image, self.tables(args, kwargs))
-        merged = self.merge(text, image)
-        args, kwargs = self.with_rotary(*self.ports.tokens.write(args, kwargs, merged))
+        first, image, after = self.split_whole(self.ports.tokens.read(args, kwargs))
+        self.refresh(image)
+        merged = self.slot.map.merge(image)
+        args, kwargs = self.merged_call(args, kwargs, _joined(first, merged, after))
         output = self.original(*args, **kwargs)
         (left,) = self.ports.outgoing(output)
-        return self.ports.replaced(output, [self.slot.map.unmerge(left, residual=tokens, entered=merged)])
+        first, changed, after = self.split(left, self.slot.map.merged_count)
+        changed = self.slot.map.unmerge(changed, residual=image, entered=merged)
+        return self.ports.replaced(output, [_joined(first, changed, after)])

@@ -18,7 +18,6 @@ class Made:
     image: int
     selected: int | None = None
     weighed: int | None = None
-    rotary: bool = False  # whether the rotary tables follow the selection
 
 
 @dataclass
@@ -52,14 +51,15 @@ class Slot:
     """The tensors that the layers of a group read for one size of image."""
 
     map: MergeMap | ClusterMap
-    rotary: list[Tensor]  # cosines and sines [T + M, D], where the model has them
+    # [W, 0] for the W image tokens that never merge: of a tensor the compiler takes the size for a variable.
+    whole: Tensor
     history: _History = field(default_factory=_History)
     image: int = -1  # the last one that used it
 
     @property
     def tensors(self) -> list[Tensor]:
         """Everything that belongs to one call of a step."""
-        return [*self.map.tensors, *self.rotary]
+        return self.map.tensors
 
     @property
     def merges(self) -> bool:

@@ -2,6 +2,6 @@
 
 from .costs import PlannedGroup
 from .plan import Plan, make_plan
-from .summary import Summary, told_steps
+from .summary import Drift, Summary, told_steps
 
-__all__ = ["Plan", "PlannedGroup", "Summary", "make_plan", "told_steps"]
+__all__ = ["Drift", "Plan", "PlannedGroup", "Summary", "make_plan", "told_steps"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..config import Merge
 from ..families.base import Block
-from ..families.calls import DenoiserCall, TokenGrid, grid_at_level
+from ..families.calls import DenoiserCall, TokenGrid, grids_at_level
 from ..merging.grid import Layout
 from ..merging.methods import method_for
 from ..merging.places import MergePlace
@@ -54,7 +54,7 @@ def planned_groups(
 def _group(
     name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall
 ) -> PlannedGroup:
-    grid, width = TokenGrid(*grid_at_level(call, members[0].level)), members[0].width
+    (grid,), width = grids_at_level(call, members[0].level), members[0].width
     total = len(members) * _work(tuple(_SHARES), grid.count, width)
     # Where nothing merges a grid need not be one that could.
     if technique is None or not places:

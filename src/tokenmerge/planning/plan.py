@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class Plan:
     sites: tuple[MergePlace, ...] = ()
     runs: tuple[HeldRun, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
-    timeline: tuple[Step, ...] = ()  # of an even schedule, with one call a step
+    timeline: tuple[Step, ...] = ()  # with one call a step
 
     @property
     def merged_sites(self) -> tuple[MergePlace, ...]:
@@ -107,7 +108,9 @@ class Plan:
         if hold is not None:
             blocks = sum(len(run.blocks) for run in self.runs)
             noun = "stage" if any(run.stages for run in self.runs) else "block"
-            told.append(f"hold every {hold.every}, {counted(blocks, noun)}")
+            among = "among " if any(run.generic for run in self.runs) else ""
+            how = f"every {hold.every}" if hold.every is not None else f"within {hold.tolerance:g}"
+            told.append(f"hold {how}, {among}{counted(blocks, noun)}")
         return "; ".join(told) or "nothing is applied"
 
     def _table(self) -> str:
@@ -145,20 +148,23 @@ def make_plan(
     techniques: Techniques,
     call: DenoiserCall | None = None,
     steps: int = 0,
+    levels: Sequence[float] | None = None,
 ) -> Plan:
-    """The plan for a denoiser; with the call that an image of some size leads to, also its groups and costs."""
+    """The plan for a denoiser; with the call that an image of some size leads to, also its groups and costs. levels: of
+    noise to signal at every step, where a scheduler tells them."""
     merge, hold = techniques
     sites = merge_places(denoiser, family, merge) if merge is not None else ()
     runs: tuple[HeldRun, ...] = ()
-    if hold is not None and hold.every > 1:
+    if hold is not None and hold.acts:
         if hold.what == "auto":
             raise ValueError("what Hold holds is not decided")
         runs = held_runs(denoiser, family, hold.what)
     groups: tuple[PlannedGroup, ...] = ()
-    if call is not None:
+    if call is not None and call.grids:
         groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call))
     timeline = timeline_of(merge if any(not site.skipped for site in sites) else None, hold)
-    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, tuple(timeline.steps(steps)))
+    kinds = tuple(timeline.steps(steps, levels))
+    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds)
 
 
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..config import Hold
 from ..runtime.timeline import FULL, HELD, MERGED
 from .plan import Plan
-from .tables import table
+from .tables import counted, table
 
+# Of an image's steps: where fewer are held, a summary says what saves more.
+_LITTLE = 0.15
+# Of families with a bundled model, which the estimate of drift was fitted to (benchmarks/drift.py): the PSNR of a drift
+# of 1, and how far two thirds of the pictures lie from that.
+_MEASURED = ("unet", "flux")
+_LEVEL, _SPREAD = 12.9, 3.0
 _COLUMNS = ("group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend")
+
+
+class Drift(NamedTuple):
+    """How far the last image is from the plain one, as the errors of Hold tell without a plain one."""
+
+    psnr: float  # in dB
+    spread: float  # of that
+    calibrated: bool  # whether this family's figures were compared with true ones
+
+    @classmethod
+    def of(cls, drift: float, family: str) -> Drift:
+        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), _SPREAD, family in _MEASURED)
+
+    def __str__(self) -> str:
+        doubt = "" if self.calibrated else ", never compared with true ones on this family"
+        return f"Estimated PSNR to the plain image: {self.psnr:.0f} dB, give or take {self.spread:.0f}{doubt}."
 
 
 @dataclass(frozen=True)
@@ -21,7 +45,11 @@ class Summary:
     groups: tuple[dict[str, Any], ...] = ()  # of merging
     compiled: str = "not by tokenmerge.compile"
     residual_bytes: int = 0  # that Hold keeps
+    held: str = ""  # what is, where no table says it
     steps: dict[str, int] = field(default_factory=dict)  # of the last image: full, merged, held, skipped
+    nonsense: int = 0  # errors of Hold in the last image that were not finite
+    drift: Drift | None = None  # of the last image, by the errors of Hold
+    others: tuple[Summary, ...] = ()  # of a pipeline's other denoisers
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -29,32 +57,58 @@ class Summary:
             "groups": list(self.groups),
             "compiled": self.compiled,
             "residual_bytes": self.residual_bytes,
+            "held": self.held,
             "steps": self.steps,
+            "nonsense": self.nonsense,
+            "drift": None if self.drift is None else self.drift._asdict(),
+            "others": [other.to_dict() for other in self.others],
         }
 
     def __str__(self) -> str:
+        return "\n\n".join([self._told(), *map(str, self.others)])
+
+    def _told(self) -> str:
         compiled = f"Compiled: {self.compiled}."
         if self.plan is None:
             return f"No technique is applied.\n{compiled}"
         lines = [str(self.plan), compiled]
+        if self.held:
+            lines.append(self.held)
         if self.residual_bytes:
             lines.append(f"Residuals take {self.residual_bytes / 2**20:.1f} MiB.")
         if self.steps:
-            lines.append(told_steps(self.steps))
+            lines.append(told_steps(self.steps, self.plan.techniques.hold))
+        if self.drift is not None:
+            lines.append(str(self.drift))
+        if self.nonsense:
+            found = counted(self.nonsense, "error")
+            lines.append(f"Hold: {found} of the last image not finite (overflow?); the steps after ran in full.")
         if self.groups:
             rows = [[str(group[column]) for column in _COLUMNS] for group in self.groups]
             lines += ["", table(list(_COLUMNS), rows)]
         return "\n".join(lines)
 
 
-def told_steps(steps: Mapping[str, int]) -> str:
-    """What the steps of an image did, by kind."""
+def told_steps(steps: Mapping[str, int], hold: Hold | None = None) -> str:
+    """What the steps of an image did, by kind, and what saves more where little was saved. hold: that was applied."""
     named = {FULL: "full", MERGED: "merged", HELD: "held", "skipped": "skipped by a cache"}
     told = ", ".join(f"{steps[kind]} {name}" for kind, name in named.items() if steps.get(kind))
-    if steps.get(MERGED) or steps.get(HELD):
-        return f"Steps of the last image: {told}."
-    saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
-    return (
-        f"Steps of the last image: {told}: {saved}. For so few steps, at more drift: Hold(start=0), or a Merge that "
-        "acts in every step."
-    )
+    told = f"Steps of the last image: {told}"
+    total, held = sum(steps.values()), steps.get(HELD, 0)
+    if not steps.get(MERGED) and not held:
+        saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
+        return f"{told}: {saved}. For so few steps, at more drift: {_saves_more(steps)}."
+    # With every=1 nobody asks for held steps.
+    asked = hold is not None and hold.acts
+    if (asked or held) and held < _LITTLE * total:
+        share = f"{held} of {total} steps were held, less than {100 * _LITTLE:.0f} %"
+        return f"{told}. {share}: Hold saves little. At more drift: {_saves_more(steps)}."
+    return f"{told}."
+
+
+def _saves_more(steps: Mapping[str, int]) -> str:
+    merge = "a Merge of a higher ratio" if steps.get(MERGED) else "Merge(ratio=0.5), which saves work in every step"
+    # The first and the last step always run.
+    few = sum(steps.values()) < 3
+    hold = "Hold(every=2, start=0) in 3 steps or more" if few else "Hold(every=2, start=0), which holds more"
+    return f"{hold}, or {merge}"

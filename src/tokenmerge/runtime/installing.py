@@ -142,10 +142,14 @@ class Installation:
 
     def install(self, denoiser: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         """Put all sites in their places, and observe calls of the denoiser."""
+        self.place()
+        self._undo_observing = observe_calls(denoiser, before, after)
+
+    def place(self) -> None:
+        """Put sites that were added in their places."""
         for (block, path), sites in self._sites.items():
             self._placements.append(Placement(block, path, sites))
         self._sites.clear()
-        self._undo_observing = observe_calls(denoiser, before, after)
 
     def sites_on(self, modules: Iterable[nn.Module]) -> list[Site]:
         """All sites on some blocks and their submodules."""

@@ -1,7 +1,7 @@
 """Whether a scheduler adds noise at its steps. What is held knows nothing of it.
 
 A list of names would miss those that do so by a setting, such as DPM-Solver's SDE form, and those of others. So a copy
-of the scheduler is tried: it adds noise if other random numbers lead to another end.
+of the scheduler is tried: it adds noise if other random numbers lead elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,44 +26,64 @@ _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, 
 
 def adds_noise(scheduler: Any) -> bool:
     """Whether steps of a scheduler depend on chance. One that cannot be tried is taken to add none."""
-    for steps in _STEPS:
+    for steps, filled in product(_STEPS, (False, True)):
         try:
-            first, second = (_end_of_run(scheduler, steps, drawn) for drawn in (0.0, 1.0))
+            first, second = (_trail(scheduler, steps, filled, drawn) for drawn in (0, 1))
         except _UNFIT:
             continue
-        return not torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+        return not torch.equal(first, second)
     return False
 
 
 class _Drawing(TorchDispatchMode):
     """Every random number is the same, also from a generator that the scheduler itself has seeded."""
 
-    def __init__(self, number: float) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
         self._number = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor) and result.is_floating_point():
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor):
             result.fill_(self._number)
         return result
 
 
-def _end_of_run(scheduler: Any, steps: int, drawn: float) -> Tensor:
-    settings = scheduler.config
-    sample = torch.ones(1, 1, 2, 2, device="cpu")
+def _trail(scheduler: Any, steps: int, filled: bool, drawn: int) -> Tensor:
+    """The samples of a run, and not its end alone: a scheduler may put a picture in place of what it had noised.
+
+    filled: whether steps are given a picture for all they must be given, and a time for each sample: few ask for that.
+    """
+    settings = _own_settings(scheduler)
+    trail = [torch.ones(1, 1, 2, 2, device="cpu")]
     # Where a model also predicts the variance it gives out twice as many channels.
     channels = 2 if str(settings.get("variance_type")).startswith("learned") else 1
     # Seeds are the user's, and must not be touched.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet(), _Drawing(drawn):
-        copied = type(scheduler).from_config(settings)
+        copied = type(scheduler).from_config(scheduler.config)
         copied.set_timesteps(steps, **({"mu": 1.0} if settings.get("use_dynamic_shifting") else {}))
+        needed = _required(copied.step)
         # There may be one more, after the last step.
         for timestep in copied.timesteps[:steps]:
+            sample = trail[-1]
             predicted = copied.scale_model_input(sample, timestep) if hasattr(copied, "scale_model_input") else sample
-            given = {"model_output": predicted.repeat(1, channels, 1, 1), "timestep": timestep, "sample": sample}
-            sample = copied.step(**{**_required(copied), **given}, return_dict=False)[0]
-    return sample
+            given = {
+                # Nothing, as at the first step, in place of what the step before gave out.
+                **dict.fromkeys(needed, torch.ones_like(sample) if filled else None),
+                "model_output": predicted.repeat(1, channels, 1, 1),
+                "timestep": timestep.expand(1) if filled else timestep,
+                "sample": sample,
+            }
+            # Where all is noise, no picture can be told from a prediction of it; later steps have to show.
+            trail.append(copied.step(**given, return_dict=False)[0].nan_to_num(0.0, 0.0, 0.0))
+    return torch.cat([sample.flatten() for sample in trail])
+
+
+def _own_settings(scheduler: Any) -> dict[str, Any]:
+    """Without those of the scheduler it was made from, which are kept with its own and mean nothing to it."""
+    # Of all its classes: one of somebody's own may only pass its settings on.
+    own = {name for each in type(scheduler).__mro__ for name in inspect.signature(each).parameters}
+    return {name: value for name, value in scheduler.config.items() if name in own}
 
 
 @contextmanager
@@ -79,7 +100,6 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _required(scheduler: Any) -> dict[str, None]:
-    """What a step must be given, such as what the step before gave out: nothing, as at the first step."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    return dict.fromkeys(each.name for each in parameters if each.default is each.empty)
+def _required(method: Any) -> list[str]:
+    parameters = inspect.signature(method).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty]

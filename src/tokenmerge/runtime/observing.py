@@ -31,6 +31,7 @@ class Observer(Uncopied):
         held: Sequence[str] = (),  # names of the blocks or stages that are held
         stages: bool = False,
         check_held: Callable[[nn.Module], None] = lambda denoiser: None,
+        watch: Callable[[nn.Module], None] | None = None,  # lets a call show what can be held
     ) -> None:
         self._family = family
         self._state = state
@@ -38,14 +39,18 @@ class Observer(Uncopied):
         self._check = check
         self._stages = stages
         self._check_held = check_held
-        # The modules that run held blocks one after the other: those that have the lists which have the blocks.
-        self._loops = tuple(dict.fromkeys(".".join(name.split(".")[:-2]) for name in held))
+        self._watch = watch
+        self._holds = bool(held)
+        # The modules that run held blocks one after the other: those that have the lists which have the blocks. Where
+        # calls are watched, these have shown what they do.
+        loops = (".".join(name.split(".")[:-2]) for name in held) if watch is None else ()
+        self._loops = tuple(dict.fromkeys(loops))
 
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._family.read(denoiser, args, kwargs)
-        if self._loops:
+        if self._holds:
             apart = self._is_between(denoiser, args, kwargs)
             if self._stages and apart:
                 self._check_held(denoiser)
@@ -57,6 +62,8 @@ class Observer(Uncopied):
         if self._check is not None:
             self._check(args, kwargs)
         self._state.enter(call)
+        if self._watch is not None and self._state.holding is not None and self._state.holding.learning:
+            self._watch(denoiser)
         if self._stages and self._state.step.kind == HELD:
             # What was added at the full step is held with the stages.
             self._family.between_stages(args, kwargs).clear()

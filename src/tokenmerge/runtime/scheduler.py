@@ -5,26 +5,21 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Hold
 from ..errors import TokenMergeError
 from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS, Clock
+from .levels import error_gain, noise_levels
 from .listening import listen
 from .noise import adds_noise
 from .timeline import Timeline
 
 # Of a scheduler's step: how much noise it adds, where it adds none by itself.
 _NOISE_ARGUMENTS = ("eta", "s_churn")
-# The predictions of models whose time is even in their own steps; flow models' time depends on a shift.
-_EVEN_PREDICTIONS = ("epsilon", "sample", "v_prediction")
-# By how much the largest distance of timesteps may exceed the smallest before a schedule counts as uneven.
-_EVEN = 3.0
 
 
 class Follower:
@@ -81,7 +76,6 @@ class Follower:
             return
         if self._way_out_of_noise and adds_noise(scheduler):
             raise self._noisy(scheduler)
-        check_levels(self._timeline.hold, scheduler)
         self.close()
         self._followed = weakref.ref(scheduler)
         self._stop_listening = listen(scheduler, self)
@@ -101,12 +95,9 @@ class Follower:
         self._place, self._stepped = None, None
         timesteps = getattr(scheduler, "timesteps", None)
         total = None if timesteps is None else len(timesteps)
-        hold = self._timeline.hold
-        check_levels(hold, scheduler)
         # Some schedulers keep sigmas on the device, for which reading them waits.
-        levels = scheduler.sigmas.tolist() if hold is not None and hold.extrapolate == "sigma" else None
-        asks = hold is not None or self._timeline.needs_length
-        self.clock.start_image(total, uneven_places(scheduler) if asks else None, levels)
+        levels = noise_levels(scheduler) if self._timeline.hold is not None else None
+        self.clock.start_image(total, levels, error_gain(scheduler))
 
     def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self.clock.begin = scheduler.begin_index or 0
@@ -114,6 +105,7 @@ class Follower:
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
         names = inspect.signature(scheduler.step).parameters
         given = {**dict(zip(names, arguments, strict=False)), **named}
+        # Most take it second, also where a wrapper of somebody's own hides the names.
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
         # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
         ours = self.clock.call >= 0
@@ -202,34 +194,6 @@ def scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
         # A model host of somebody's own that cannot be referred to weakly.
         return scheduler_source(nn.Module(), getattr(model, "scheduler", None))
     return lambda: getattr(pipeline(), "scheduler", None)
-
-
-def check_levels(hold: Hold | None, scheduler: Any) -> None:
-    """Refuse to extrapolate in noise levels that a scheduler, or none, does not tell."""
-    if hold is not None and hold.extrapolate == "sigma" and not isinstance(getattr(scheduler, "sigmas", None), Tensor):
-        named = "there is none" if scheduler is None else f"{type(scheduler).__name__} has none"
-        raise TokenMergeError(
-            f"extrapolate='sigma' follows the sigmas of a scheduler, and {named}; use extrapolate='linear'"
-        )
-
-
-def uneven_places(scheduler: Any) -> list[float] | None:
-    """Under an uneven schedule, where its steps lie in the model's own time, in numbers of even steps.
-
-    Karras sigmas and their like put many steps where a model's time hardly moves and few where it runs: counting steps
-    would begin to hold too early, and extrapolate too far.
-    """
-    settings = getattr(scheduler, "config", None) or {}
-    timesteps = getattr(scheduler, "timesteps", None)
-    if settings.get("prediction_type") not in _EVEN_PREDICTIONS or not isinstance(timesteps, Tensor):
-        return None
-    times = timesteps.tolist()
-    # Solvers of second order have every time twice.
-    distinct = sorted(set(times), reverse=True)
-    gaps = [one - other for one, other in pairwise(distinct)]
-    if not gaps or max(gaps) <= max(_EVEN * min(gaps), min(gaps) + 1.0) or times[0] <= 0:
-        return None
-    return [len(times) * (1.0 - time / times[0]) for time in times]
 
 
 def _place_in(timesteps: Any, timestep: Tensor, likely: int) -> int | None:

@@ -14,7 +14,7 @@ from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS
 from .installing import Uncopied
 from .scheduler import Follower
-from .timeline import FULL, HELD, MERGED, Step, Timeline
+from .timeline import FULL, HELD, MERGED, Kept, Step, Timeline
 
 # Where `apply` keeps what it knows, on the denoiser itself so that both live and die together.
 APPLIED = "_tokenmerge"
@@ -55,14 +55,18 @@ class Holding(Protocol):
 
     def begin_image(self) -> None: ...
 
-    def last_kept(self, call: DenoiserCall) -> int | None:
-        """The last step of this image that such a call was kept at."""
+    def known(self, call: DenoiserCall) -> Kept | None:
+        """What such a call of this image has shown so far."""
 
     def enter(self, call: DenoiserCall, step: Step) -> None: ...
 
     def leave(self, *, restart: bool) -> None: ...
 
     def close(self) -> None: ...
+
+    @property
+    def learning(self) -> bool:
+        """Whether this call shows what can be held."""
 
     def kind(self) -> Hashable: ...
 
@@ -87,6 +91,7 @@ class State(Uncopied):
         self.at_image_start: Callable[[], int | None] = lambda: None
         self._begun = -1  # the last image whose first call could be entered
         self._anyway: int | None = None
+        self._held_from: int | None = None  # if this step is held: the number of the kept step that it follows
         self._kinds: dict[int, str] = {}  # what each call of a step last kept: its kind
 
     def enter(self, call: DenoiserCall) -> None:
@@ -102,15 +107,27 @@ class State(Uncopied):
             for technique in (self.merging, self.holding):
                 if technique is not None:
                     technique.begin_image()
-        kept = self.holding.last_kept(call) if self.holding is not None else None
-        place = None if kept is None else clock.place(kept)
-        # Nothing is kept for so many calls, and full ones in between would save nothing.
-        self.step = self.timeline.step(clock.place(), place, may_hold=clock.call < MAX_CALLS)
+        self.step = self._decide(call)
         if self.merging is not None:
             self.merging.enter(call, self.step, waits=self.follower.waits)
         if self.holding is not None:
             self.holding.enter(call, self.step)
         self._begun = clock.image
+
+    def _decide(self, call: DenoiserCall) -> Step:
+        """What a call does. All calls of a step do the same; one whose last kept step is another runs."""
+        clock = self.follower.clock
+        kept = self.holding.known(call) if self.holding is not None else None
+        if clock.call == 0:
+            self._held_from = None
+            decided = self.timeline.step(clock.place(), kept)
+            if decided.kind == HELD and kept is not None:
+                self._held_from = kept.last.number
+            return decided
+        if kept is not None and kept.last.number == self._held_from and clock.call < MAX_CALLS:
+            return Step(HELD)
+        # Nothing is kept for so many calls, and full ones in between would save nothing.
+        return self.timeline.step(clock.place(), None, may_hold=clock.call < MAX_CALLS)
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""
@@ -148,6 +165,8 @@ class State(Uncopied):
 
     def kind(self) -> Hashable | None:
         """Equal for denoiser calls that launch the same work on the same tensors; None if it cannot be recorded."""
+        if self.holding is not None and self.holding.learning:
+            return None
         parts: list[Hashable] = [self.step.kind, self.step.keeps]
         if self.merging is not None and self.step.kind == MERGED:
             merged = self.merging.kind()

@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..config import Hold, Merge
+from .levels import Place, even_levels, place_at
 
 # The kinds of step: on all tokens, on fewer, or not at all.
 FULL, MERGED, HELD = "full", "merged", "held"
-# Steps nearer to each other than this, in even steps, are alike even where a picture begins.
-_NEAR = 0.15
 # When a method makes its maps: as fields say, once per image, or in every call.
 DUE, ONCE, ALWAYS = "due", "once", "always"
+# Residuals bend again where a picture ends, which errors before do not tell: from this share of the steps on, at most
+# this share of them, and always two, may be held in a row.
+_END, _IN_A_ROW = 0.8, 0.07
+# Distances, in those that were extrapolated over, from which on two points give no line.
+_TOO_FAR = 4.0
+# How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
+# tells nothing of the picture to come.
+USUAL_BEND, _LEAST_BEND = 0.6, 0.1
+# The first error is that of step 2, and is read when step 3 has begun.
+_FIRST_KNOWN = 3
 
 
-class Place(NamedTuple):
-    """Where a step lies in the schedule. `at` counts steps; under uneven schedules, what they amount to."""
+class Kept(NamedTuple):
+    """What Hold knows of an image so far."""
 
-    at: float
-    position: float | None  # share of the schedule that lies behind, if its length is known
-    to_next: float = 1.0  # how far the next step is
+    last: Place  # the last step whose residuals were kept
+    before: Place | None = None  # the one before it, if a slope may be taken between the two
+    bend: float | None = None  # how much residuals bend, by the error of an extrapolation; None before there was one
+    held: tuple[Place, ...] = ()  # steps since the last kept one
+
+    def error_at(self, now: Place) -> float:
+        """The relative error of an extrapolation to a step. Of a line through two points it grows with the distances
+        from both."""
+        assert self.before is not None
+        assert self.bend is not None
+        far = abs(now.at - self.last.at)
+        return max(self.bend, _LEAST_BEND) * now.bends * far * (far + abs(self.last.at - self.before.at))
+
+    def drift_to(self, now: Place) -> float | None:
+        """How far the picture would drift from the last kept step up to this one, if it can be told: errors, by how far
+        each step moves it."""
+        if self.before is None or self.bend is None:
+            return None
+        return sum(self.error_at(place) * place.weight for place in (*self.held, now))
+
+
+def bend_of(error: float, now: Place, kept: Kept) -> float | None:
+    """How much residuals bend, from the error of extrapolating them to a step."""
+    if kept.before is None:
+        return None
+    far, apart = abs(now.at - kept.last.at), abs(kept.last.at - kept.before.at)
+    # A picture begins far above all other noise, and a line from there tells nothing of how residuals bend.
+    if not far or apart > _TOO_FAR * far:
+        return None
+    return error / (now.bends * far * (far + apart))
 
 
 class Step(NamedTuple):
@@ -40,7 +77,7 @@ class Timeline:
 
     def __init__(self, merge: Merge | None, hold: Hold | None, renews: str = DUE) -> None:
         self.merge = merge
-        self.hold = hold if hold is not None and hold.every > 1 else None
+        self.hold = hold if hold is not None and hold.acts else None
         self._renews = renews
 
     @property
@@ -48,19 +85,18 @@ class Timeline:
         """Whether what a step does depends on how many there are."""
         return any(each is not None and each.windowed for each in (self.merge, self.hold))
 
-    def step(self, now: Place, kept: Place | None, *, may_hold: bool = True) -> Step:
-        """What a step does. kept: the last step of this image whose residuals were kept, if there is one."""
-        position = now.position or 0.0
-        runs = MERGED if self.merge is not None and _merges(self.merge, position) else FULL
+    def step(self, now: Place, kept: Kept | None, *, may_hold: bool = True) -> Step:
+        """What a step does. kept: what Hold knows of this image, if it has kept a step."""
+        runs = MERGED if self.merge is not None and _merges(self.merge, now.share or 0.0) else FULL
         hold = self.hold
-        if hold is None or not may_hold or position >= hold.stop:
+        if hold is None or not may_hold:
             return Step(runs)
-        if position < hold.start:
-            # Under an uneven schedule several steps may lie in one place.
-            if kept is not None and 0.0 < now.at - kept.at < _NEAR:
-                return Step(HELD)
-            return Step(runs, keeps=0.0 < now.to_next < _NEAR)
-        if kept is None or (kept.position or 0.0) < hold.start or now.at - kept.at > _farthest(hold, kept):
+        (start, stop), cleared = hold.window, now.cleared or 0.0
+        if cleared >= stop and stop < 1.0:
+            return Step(runs)
+        # What comes before the window is kept all the same: it shows slopes and errors. Nothing comes after the last
+        # step that would mend its errors.
+        if cleared < start or now.last or kept is None or not _may_be_held(hold, now, kept):
             return Step(runs, keeps=True)
         return Step(HELD)
 
@@ -74,30 +110,48 @@ class Timeline:
             return "select"
         return "reweigh" if step - weighed >= self.merge.weights_every else "reuse"
 
-    def steps(self, total: int) -> list[Step]:
-        """Every step of an image under an even schedule, with one call a step."""
+    def steps(self, total: int, levels: Sequence[float] | None = None) -> list[Step]:
+        """Every step of an image, with one call a step. levels: of noise to signal; without them, of an even schedule.
+
+        With a tolerance these are the steps to be expected: residuals of the bundled models bend as here.
+        """
         found: list[Step] = []
         kept, selected, weighed = None, None, None
         for number in range(total):
-            now = Place(number, number / total)
+            now = place_at(number, total, levels or even_levels(total))
             step = self.step(now, kept)
             if step.kind == MERGED:
                 step = step._replace(maps=self.maps(number, selected, weighed))
                 selected = number if step.maps == "select" else selected
                 weighed = weighed if step.maps == "reuse" else number
-            kept = now if step.keeps else kept
+            if step.keeps:
+                kept = Kept(now, kept.last if kept else None, USUAL_BEND if number >= _FIRST_KNOWN else None)
+            elif kept is not None:
+                kept = kept._replace(held=(*kept.held, now))
             found.append(step)
         return found
 
 
-def _merges(merge: Merge, position: float) -> bool:
-    """Whether a step lies in the window. The last one of an uneven schedule may lie at its very end."""
-    return merge.start <= position and (position < merge.stop or merge.stop == 1.0)
+def _merges(merge: Merge, share: float) -> bool:
+    return merge.start <= share < merge.stop
 
 
-def _farthest(hold: Hold, kept: Place) -> int:
-    """How far from a kept step others may be held. Residuals change fastest at first, so the distance to the next kept
-    step grows over the window, from half of `every` to one and a half times; it is never a single step, where nothing
-    would be saved."""
-    share = 0.5 if kept.position is None else (kept.position - hold.start) / (hold.stop - hold.start)
-    return math.ceil(max(2.0, hold.every * (0.5 + share))) - 1
+def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
+    distance = now.number - kept.last.number
+    if now.share is not None and now.share >= _END:
+        total = now.number / now.share
+        if distance > max(2.0, _IN_A_ROW * total):
+            return False
+    if hold.every is not None:
+        return distance < _distance(hold.every, hold, kept.last)
+    drift = kept.drift_to(now)
+    # A drift that is not finite fails the comparison.
+    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance
+
+
+def _distance(every: int, hold: Hold, kept: Place) -> int:
+    """Steps from a kept one to the next. Residuals change fastest at first, so it grows over the window, from half of
+    `every` to one and a half times; it is never a single step, where nothing would be saved."""
+    start, stop = hold.window
+    share = 0.5 if kept.cleared is None else (kept.cleared - start) / (stop - start)
+    return math.ceil(max(2.0, every * (0.5 + share)))

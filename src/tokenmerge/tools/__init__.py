@@ -1,1 +1,1 @@
-"""What people run: commands, drawing, benchmarks, evaluation, quality, tuning, and the paper's tables."""
+"""What people run: commands, drawing, benchmarks, evaluation, quality, tuning, the paper's tables, and a server."""

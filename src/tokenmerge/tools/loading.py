@@ -16,8 +16,10 @@ import diffusers
 import torch
 from torch import nn
 
+from ..api import latent_frames
 from ..errors import TokenMergeError, did_you_mean, first_line
 from ..families import Family, denoiser_of, families, family_of
+from ..families.scales import latent_scales
 from .random_models import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
@@ -50,13 +52,24 @@ class Outline:
 
     model: str
     denoiser: nn.Module  # on the meta device
-    scale: int  # pixels to a latent
+    decoder_scale: int | None = None  # pixels to a latent, if its decoder says so
+    decoder_frames: int | None = None  # frames to a latent
     defaults: CallDefaults = field(default_factory=CallDefaults)
     pipeline: str | None = None  # the name of its class; None of a bare denoiser
 
     @cached_property
     def family(self) -> Family:
         return family_of(self.denoiser)
+
+    @property
+    def scale(self) -> int:
+        """Pixels along a side of a latent."""
+        return self.decoder_scale or self.family.scales[0]
+
+    @property
+    def frame_scale(self) -> int:
+        """Frames of a latent."""
+        return self.decoder_frames or self.family.scales[1]
 
     @property
     def own_size(self) -> tuple[int, int]:
@@ -72,11 +85,26 @@ class Outline:
         _quieten_transformers()
         return getattr(diffusers, self.pipeline, None) if self.pipeline else None
 
+    def example(
+        self, denoiser: nn.Module, batch: int, width: int, height: int, frames: int | None = None
+    ) -> dict[str, Any]:
+        """Random arguments of a call of its denoiser, once loaded, for pictures or videos of a size in pixels."""
+        latents = latent_frames(self.family, frames, self.frame_scale)
+        return self.family.example(denoiser, batch, height // self.scale, width // self.scale, latents)
+
+    @property
+    def unit(self) -> int:
+        """Pixels that sides of its pictures are multiples of."""
+        return self.family.unit(self.denoiser, self.scale)
+
+    @property
+    def least_side(self) -> int:
+        return max(4 * self.scale, self.unit)
+
     def check_size(self, width: int, height: int) -> None:
         """Refuse pictures whose sides a pipeline would refuse or change, or that have too few tokens for any to
         merge."""
-        unit = self.family.unit(self.denoiser, self.scale)
-        least = max(4 * self.scale, unit)
+        unit, least = self.unit, self.least_side
         if min(width, height) < least or width % unit or height % unit:
             near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
             raise TokenMergeError(
@@ -104,8 +132,10 @@ def dtype_on(device: torch.device, asked: str | None) -> str:
 def outline(model: str) -> Outline:
     """A model, or one of `RANDOM_MODELS`, without weights."""
     if model in RANDOM_MODELS:
+        known = RANDOM_MODELS[model]
         with torch.device("meta"):
-            return Outline(model, _from_config(RANDOM_MODELS[model][0], model), 8)
+            denoiser = _from_config(known.config, model)
+        return Outline(model, denoiser, defaults=CallDefaults(steps=known.steps, size=known.size))
     place = Path(_place(model))
     folder = place if place.is_dir() else _from_hub(model, _CONFIG_FILES)
     index = _read_json(folder, "model_index.json")
@@ -121,14 +151,19 @@ def outline(model: str) -> Outline:
             "give a diffusers folder or a hub id that has it"
         )
     vae = _read_json(folder, "vae/config.json") if index else None
-    scale = 2 ** (len(vae["block_out_channels"]) - 1) if vae and "block_out_channels" in vae else 8
     with torch.device("meta"):
         denoiser = _from_config(config, model)
-    return Outline(model, denoiser, scale, _defaults(folder), index.get("_class_name") if index else None)
+    pipeline = index.get("_class_name") if index else None
+    return Outline(model, denoiser, *latent_scales(vae or {}), _defaults(folder), pipeline)
 
 
-def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, CallDefaults]:
-    """A pipeline by bundled name, folder or hub id, and how to call it."""
+def load_pipeline(
+    model: str, dtype: torch.dtype, device: torch.device, safetensors: bool = False
+) -> tuple[Any, CallDefaults]:
+    """A pipeline by bundled name, folder or hub id, and how to call it.
+
+    safetensors: refuse weights in other formats, which may hold code. Code beside a model never runs.
+    """
     _quieten_transformers()
     place = _place(model)
     if not Path(place).is_dir():
@@ -138,10 +173,17 @@ def load_pipeline(model: str, dtype: torch.dtype, device: torch.device) -> tuple
         with warnings.catch_warnings():
             # Newer versions prefer another name for it, which older ones ignore.
             warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
-            pipe = diffusers.DiffusionPipeline.from_pretrained(place, torch_dtype=dtype)
+            pipe = diffusers.DiffusionPipeline.from_pretrained(
+                place, torch_dtype=dtype, use_safetensors=safetensors or None
+            )
     except (OSError, ValueError) as error:
         raise TokenMergeError(f"{model!r} cannot be loaded ({first_line(error)}); {_WAY_OUT}") from error
     return pipe.to(device), _defaults(Path(place))
+
+
+def is_bundled(model: str) -> bool:
+    """Whether a name stands for one of the models that the project distributes."""
+    return model in BUNDLED and find_spec(_BUNDLE) is not None
 
 
 def load_denoiser(model: str, dtype: str | None, device: torch.device) -> nn.Module:
@@ -149,7 +191,7 @@ def load_denoiser(model: str, dtype: str | None, device: torch.device) -> nn.Mod
     if model not in RANDOM_MODELS:
         pipe, _ = load_pipeline(model, getattr(torch, dtype_on(device, dtype)), device)
         return denoiser_of(pipe).eval()
-    config, usual = RANDOM_MODELS[model]
+    config, usual = RANDOM_MODELS[model].config, RANDOM_MODELS[model].dtype
     before = torch.get_default_dtype()
     # Weights in their own dtype from the start: twice the size would not fit everywhere.
     torch.set_default_dtype(getattr(torch, dtype or usual))
@@ -166,9 +208,9 @@ _WAY_OUT = f"give a bundled name ({', '.join(BUNDLED)}), a diffusers folder or a
 
 def _place(model: str) -> str:
     """The folder of a bundled model, or what was given."""
-    if model not in BUNDLED or (find_spec(_BUNDLE) is None and Path(model).is_dir()):
+    if model not in BUNDLED or (not is_bundled(model) and Path(model).is_dir()):
         return model
-    if find_spec(_BUNDLE) is None:
+    if not is_bundled(model):
         raise TokenMergeError(
             f"{model!r} comes with the package tokenmerge-models, which is not installed; in the repository run "
             "pip install ./models, elsewhere pip install tokenmerge-models, or give a diffusers folder or a hub id"
@@ -196,8 +238,11 @@ def _from_config(config: dict[str, Any], model: str) -> nn.Module:
         if family.denoiser.__name__ == config.get("_class_name"):
             denoiser: nn.Module = family.denoiser.from_config(config)  # type: ignore[attr-defined]
             return denoiser
-    supported = ", ".join(family.denoiser.__name__ for family in families())
-    raise TokenMergeError(f"{model!r} has a {config.get('_class_name')}; supported denoisers are {supported}")
+    name = str(config.get("_class_name"))
+    near = did_you_mean(name, [family.denoiser.__name__ for family in families()])
+    raise TokenMergeError(
+        f"{model!r} has a {name}, which has no table{near}; tokenmerge.supported_models() lists those that have one"
+    )
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:

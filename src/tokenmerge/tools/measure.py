@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 Result = TypeVar("Result")
 
-_PACKAGES = ("tokenmerge", "torch", "diffusers", "transformers", "triton", "tomesd")
+_PACKAGES = ("tokenmerge", "torch", "diffusers", "transformers", "triton", "tomesd", "cache-dit", "DeepCache")
 
 
 def timed(function: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
@@ -107,6 +109,50 @@ def timed_calls(module: nn.Module, device: torch.device) -> Iterator[Stopwatch]:
     after = module.register_forward_hook(lambda *_: watch.stop())
     try:
         yield watch
+    finally:
+        before.remove()
+        after.remove()
+
+
+class Counter(TorchDispatchMode):
+    """Counts the floating-point operations of products, convolutions and attention that run while it is on. What runs
+    inside of a kernel of our own is not seen. torch's own counter does not stand modules that contain themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = _FORMULAS.get(func._overloadpacket)
+        if formula is None:
+            # Of what it is made of, if it is made of others.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        result = func(*args, **kwargs)
+        if formula is not None:
+            self.operations += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+_FORMULAS = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+}
+
+
+@contextmanager
+def counted_calls(module: nn.Module) -> Iterator[Counter]:
+    """A counter that is on in every call of a module, whoever makes it."""
+    counter = Counter()
+    before = module.register_forward_pre_hook(lambda *_: counter.__enter__() and None)
+    after = module.register_forward_hook(lambda *_: counter.__exit__(None, None, None), always_call=True)
+    try:
+        yield counter
     finally:
         before.remove()
         after.remove()

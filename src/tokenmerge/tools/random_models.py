@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 _SDXL = {
@@ -34,9 +35,39 @@ _SD35_LARGE = {
     "qk_norm": "rms_norm",
 }
 
-# Name, config, and the dtype that people run it in.
-RANDOM_MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "sdxl-random": (_SDXL, "float16"),
-    "flux-random": (_FLUX, "bfloat16"),
-    "sd35-random": (_SD35_LARGE, "bfloat16"),
+# Flux.2 klein 4B.
+_FLUX2_KLEIN = {
+    "_class_name": "Flux2Transformer2DModel",
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+# The defaults of the classes of diffusers are those of the published models.
+_QWEN = {"_class_name": "QwenImageTransformer2DModel"}
+_Z_IMAGE = {"_class_name": "ZImageTransformer2DModel"}
+_WAN_14B = {"_class_name": "WanTransformer3DModel"}
+_WAN_1_3B = {**_WAN_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A config, the dtype that people run it in, and how: the size (width, height) and steps of its model card."""
+
+    config: dict[str, Any]
+    dtype: str = "bfloat16"
+    size: tuple[int, int] | None = None
+    steps: int = 30
+
+
+RANDOM_MODELS: dict[str, RandomModel] = {
+    "sdxl-random": RandomModel(_SDXL, "float16"),
+    "flux-random": RandomModel(_FLUX),
+    "sd35-random": RandomModel(_SD35_LARGE),
+    "flux2-klein-random": RandomModel(_FLUX2_KLEIN, size=(1024, 1024), steps=4),
+    "qwen-random": RandomModel(_QWEN, size=(1328, 1328), steps=50),
+    "z-image-random": RandomModel(_Z_IMAGE, size=(1024, 1024), steps=8),
+    "wan-random": RandomModel(_WAN_14B, size=(832, 480), steps=50),
+    "wan-1.3b-random": RandomModel(_WAN_1_3B, size=(832, 480), steps=50),
 }

@@ -1,7 +1,7 @@
 """Techniques as people type them: `toma-tile:ratio=0.5 + hold:every=3 + mag`.
 
-Parts are joined by ` + `. A part is a preset, a file, a step cache of diffusers, or `none`, the plain model; fields
-follow a colon. `name@...` gives a name of one's own. `tokenmerge eval --help` has examples.
+Parts are joined by ` + `. A part is a preset, a file, a rival (a step cache or a schedule), or `none`, the plain model;
+fields follow a colon. `name@...` gives a name of one's own. `tokenmerge eval --help` has examples.
 """
 
 from __future__ import annotations
@@ -17,34 +17,49 @@ from ..config import Techniques
 from ..errors import TokenMergeError, did_you_mean
 from ..families import Family
 from ..presets import presets, resolve
-from .caches import CACHES, StepCache, read_cache
 from .fields import parse_as, read_fields
+from .rivals.reading import CACHES, RIVALS, SCHEDULES, Rival, read_rival
 
 PLAIN = "none"
 NO_TECHNIQUES = Techniques()
 _PLUS = " + "
 _EXAMPLE = "'toma-tile:ratio=0.5 + hold:every=3'"
 # Fields that are swept: configurations that differ in nothing else make one line in a plot.
-_SWEPT = ("ratio", "every", "threshold")
+_SWEPT = ("ratio", "every", "threshold", "interval", "steps", "count")
 _LONGEST = 100
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to draw pictures: techniques and a step cache, under the name they were asked for by."""
+    """One way to draw pictures: techniques, a step cache and a schedule, under the name they were asked for by."""
 
     label: str
     techniques: Techniques = NO_TECHNIQUES
-    cache: StepCache | None = None
+    cache: Rival | None = None
+    schedule: Rival | None = None
 
     @property
     def is_plain(self) -> bool:
-        return self.what == (NO_TECHNIQUES, None)
+        return self.what == (NO_TECHNIQUES, None, None)
 
     @property
-    def what(self) -> tuple[Techniques, StepCache | None]:
+    def what(self) -> tuple[Techniques, Rival | None, Rival | None]:
         """Everything but its name."""
-        return self.techniques, self.cache
+        return self.techniques, self.cache, self.schedule
+
+    @property
+    def rivals(self) -> tuple[Rival, ...]:
+        """The schedule and the step cache, as far as it has them."""
+        return tuple(each for each in (self.schedule, self.cache) if each is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it is, as results tell it."""
+        return {
+            "label": self.label,
+            "techniques": self.techniques.to_list(),
+            "cache": self.cache.to_dict() if self.cache else None,
+            "schedule": self.schedule.to_dict() if self.schedule else None,
+        }
 
     @property
     def folder(self) -> str:
@@ -61,16 +76,22 @@ class Configuration:
 
     @property
     def knobs(self) -> dict[str, float]:
-        """The fields that are swept, as far as it has them: ratio, every, threshold."""
+        """The fields that are swept, as far as it has them: ratio, every, threshold, interval, steps."""
         merge, hold = self.techniques
-        threshold = dict(self.cache.values).get("threshold") if self.cache else None
-        values = (merge.ratio if merge else None, hold.every if hold else None, threshold)
-        return {name: value for name, value in zip(_SWEPT, values, strict=True) if value is not None}
+        cached = dict(self.cache.values) if self.cache else {}
+        values = {
+            "ratio": merge.ratio if merge else None,
+            "every": hold.every if hold else None,
+            "threshold": cached.get("threshold"),
+            "interval": cached.get("interval"),
+            "steps": self.schedule.steps if self.schedule else None,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a configuration as typed: a preset, a file, a step cache or `none`, and its fields."""
+    """One part of a configuration as typed: a preset, a file, a rival or `none`, and its fields."""
 
     head: str
     fields: Mapping[str, str]
@@ -80,8 +101,8 @@ class Part:
         return cls(*read_fields(text, "technique", _EXAMPLE))
 
     @property
-    def is_cache(self) -> bool:
-        return self.head in CACHES
+    def is_rival(self) -> bool:
+        return self.head in RIVALS
 
     def techniques(self) -> Techniques:
         """The techniques that it names, with its fields changed."""
@@ -116,43 +137,66 @@ class Typed:
     def with_ratio(self, ratio: float) -> Configuration:
         """The same at another ratio, which its label tells."""
         assert self.merging is not None
-        techniques, cache = self.configuration.what
+        techniques = self.configuration.techniques
         assert techniques.merge is not None
         parts = [Part(self.name, {})] if self.name else list(self.parts)
         place = 0 if self.name else self.merging
         parts[place] = replace(parts[place], fields={**parts[place].fields, "ratio": f"{ratio:g}"})
-        return Configuration(joined(parts), techniques._replace(merge=techniques.merge.replace(ratio=ratio)), cache)
+        changed = techniques._replace(merge=techniques.merge.replace(ratio=ratio))
+        return replace(self.configuration, label=joined(parts), techniques=changed)
 
 
 def read_typed(text: str) -> Typed:
     """A configuration as typed, or an error that says what is wrong with it."""
-    match = re.fullmatch(r"([^@:=,+]+)@(.+)", text.strip())
-    name, body = (match[1].strip(), match[2].strip()) if match else ("", text.strip())
+    name, body = _name_and_body(text)
     try:
-        parts = [Part.read(part) for part in re.split(r"\s+\+(?:\s+|$)", body)]
+        parts = _parts(body)
         techniques = _techniques(parts, body)
-        caches = [part for part in parts if part.is_cache]
-        if len(caches) > 1:
-            raise TokenMergeError(f"it has two step caches, {caches[0]} and {caches[1]}; leave one out")
-        cache = read_cache(str(caches[0])) if caches else None
+        cache, schedule = _only(parts, CACHES, "step caches"), _only(parts, SCHEDULES, "schedules")
+        if cache is not None and cache.calibrated and schedule is not None:
+            raise TokenMergeError(f"{cache.name} is calibrated on the plain schedule; leave out {schedule.name}")
         merging = next((place for place, part in enumerate(parts) if _merges(part)), None)
     except TokenMergeError as error:
         raise TokenMergeError(f"technique {text.strip()!r}: {error}") from error
-    return Typed(name, tuple(parts), Configuration(name or joined(parts), techniques, cache), merging)
+    return Typed(name, tuple(parts), Configuration(name or joined(parts), techniques, cache, schedule), merging)
+
+
+def heads(text: str) -> list[str]:
+    """What a configuration as typed names: presets, files, step caches. No file is read."""
+    return [part.head for part in _parts(_name_and_body(text)[1])]
+
+
+def _name_and_body(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"([^@:=,+]+)@(.+)", text.strip())
+    return (match[1].strip(), match[2].strip()) if match else ("", text.strip())
+
+
+def _parts(body: str) -> list[Part]:
+    return [Part.read(part) for part in re.split(r"\s+\+(?:\s+|$)", body)]
 
 
 def _techniques(parts: Sequence[Part], body: str) -> Techniques:
     """All techniques of a configuration."""
-    found = [part.techniques() for part in parts if not part.is_cache]
+    found = [part.techniques() for part in parts if not part.is_rival]
     if not found:
-        raise TokenMergeError(f"a step cache without a technique is written '{PLAIN} + {body}'")
+        raise TokenMergeError(f"a step cache or a schedule without a technique is written '{PLAIN} + {body}'")
     if len(found) > 1 and NO_TECHNIQUES in found:
-        raise TokenMergeError(f"'{PLAIN}' is the plain model and goes with a step cache only; leave it out")
+        raise TokenMergeError(
+            f"'{PLAIN}' is the plain model and goes with a step cache or a schedule only; leave it out"
+        )
     return Techniques.of(*(each for techniques in found for each in techniques if each is not None))
 
 
+def _only(parts: Sequence[Part], names: Sequence[str], told: str) -> Rival | None:
+    """The one rival among some names, if there is one. told: what they are, for an error."""
+    found = [part for part in parts if part.head in names]
+    if len(found) > 1:
+        raise TokenMergeError(f"it has two {told}, {found[0]} and {found[1]}; leave one out")
+    return read_rival(str(found[0])) if found else None
+
+
 def _merges(part: Part) -> bool:
-    return not part.is_cache and part.techniques().merge is not None
+    return not part.is_rival and part.techniques().merge is not None
 
 
 def joined(parts: Sequence[Part]) -> str:
@@ -215,8 +259,8 @@ def _changed(techniques: Techniques, typed: Mapping[str, str]) -> Techniques:
 
 
 def _unknown(head: str) -> TokenMergeError:
-    known = [*presets(), *CACHES]
-    way_out = f"use a preset ({', '.join(presets())}), a .json or .yaml file, or a step cache ({', '.join(CACHES)})"
+    known = [*presets(), *RIVALS]
+    way_out = f"use a preset ({', '.join(presets())}), a .json or .yaml file, or a rival ({', '.join(RIVALS)})"
     if "+" in head:
         way_out = f"put spaces around +, as in {_EXAMPLE}"
     return TokenMergeError(f"{head!r} is unknown{did_you_mean(head, known)}; {way_out}")

@@ -15,10 +15,9 @@ from ...errors import TokenMergeError
 from ...families.calls import TokenGrid
 from ...runtime.timeline import DUE
 from ..clustermap import ClusterMap
-from ..grid import Layout, Partition, layout_for, partition_grids
+from ..grid import Layout, Partition, partition_grids
 from ..mergemap import MapSpace, MergeMap
 from ..ops import reference
-from ..ops.reference import Rotary
 
 Map = TypeVar("Map", MergeMap, ClusterMap)
 
@@ -33,7 +32,6 @@ class Given:
     generator: torch.Generator
     shared: bool  # whether the samples of a batch must have the same destinations
     ops: ModuleType = reference
-    rotary: Rotary | None = None  # tables that a method which GATHERS fills by the way
 
     @property
     def samples(self) -> int:
@@ -47,7 +45,6 @@ class Method(ABC, Generic[Map]):
     # When maps are made: as the technique's fields say, once per image, or always. Every block has a map of its own
     # then, made from the tokens that enter it.
     RENEWS: ClassVar[str] = DUE
-    GATHERS: ClassVar[bool] = False  # whether it fills rotary tables when it renews a map
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
     SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
     label: str = ""  # what tells the groups of a method apart that differs between layers
@@ -62,9 +59,6 @@ class Method(ABC, Generic[Map]):
         """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
         record."""
         return False
-
-    def layout(self, token_count: int, technique: Merge) -> Layout:
-        return layout_for(token_count, technique)
 
     def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
         return partition_grids(grids, technique)

@@ -51,17 +51,9 @@ class Bipartite(ClusterMethod):
     def needs_host(self, technique: Merge) -> bool:
         return technique.selection == "random"
 
-    def layout(self, token_count: int, technique: Merge) -> Layout:
-        removed = int(token_count * technique.ratio)
-        return Layout(token_count, token_count, token_count - removed, token_count)
-
     def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
-        if len(grids) > 1:
-            raise TokenMergeError(
-                f"a sequence of {len(grids)} images ({' + '.join(map(str, grids))} tokens) would be matched as one; "
-                "use a method with regions, such as toma"
-            )
-        (grid,) = grids
+        # Of reference images none is matched with the picture.
+        grid = grids[0]
         if min(grid.height, grid.width) < _SIDE:
             raise TokenMergeError(
                 f"a {grid} token grid has no {_SIDE}x{_SIDE} cell to match in; use a larger image, or method='toma'"
@@ -69,7 +61,9 @@ class Bipartite(ClusterMethod):
         description = f"{_SIDE}x{_SIDE} cells, top left tokens"
         if technique.selection == "random":
             description = f"{_SIDE}x{_SIDE} cells, random tokens (top left in odd batches)"
-        return Partition(self.layout(grid.count, technique), None, None, description, grids)
+        removed = int(grid.count * technique.ratio)
+        layout = Layout(grid.count, grid.count, grid.count - removed, grid.count)
+        return Partition(layout, None, None, description, grids[:1], sum(each.count for each in grids[1:]))
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
         # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:
@@ -91,10 +85,10 @@ def split_cells(grid: TokenGrid, device: torch.device, generator: torch.Generato
     With a generator a random one, without the top left one. Tokens of cells that the grid's edge cuts are others.
     """
     rows, columns = grid.height // _SIDE, grid.width // _SIDE
-    index = torch.arange(grid.count, device=device).view(grid.height, grid.width)
-    whole = index[: rows * _SIDE, : columns * _SIDE].reshape(rows, _SIDE, columns, _SIDE)
-    cells = whole.transpose(1, 2).reshape(rows * columns, _SIDE**2)
-    edges = torch.cat([index[rows * _SIDE :].flatten(), index[: rows * _SIDE, columns * _SIDE :].flatten()])
+    index = torch.arange(grid.count, device=device).view(grid.frames, grid.height, grid.width)
+    whole = index[:, : rows * _SIDE, : columns * _SIDE].reshape(-1, rows, _SIDE, columns, _SIDE)
+    cells = whole.transpose(2, 3).reshape(-1, _SIDE**2)
+    edges = torch.cat([index[:, rows * _SIDE :].flatten(), index[:, : rows * _SIDE, columns * _SIDE :].flatten()])
     if generator is None:
         return cells[:, 0], torch.cat([cells[:, 1:].flatten(), edges])
     pick = torch.randint(_SIDE**2, (len(cells), 1), device=generator.device, generator=generator).to(device)

@@ -13,8 +13,6 @@ from .base import Given, LinearMethod
 
 
 class Toma(LinearMethod):
-    GATHERS = True
-
     def settle(self, technique: Merge) -> Merge:
         return technique.replace(selection=technique.method) if technique.method in SELECTIONS else technique
 
@@ -48,7 +46,6 @@ class Toma(LinearMethod):
             grouped,
             similarity=technique.similarity,
             temperature=technique.temperature,
-            rotary=given.rotary,
         )
         if technique.merge == "pick":
             merge = ops.pick_weights(given.tokens, order, grouped)

@@ -7,7 +7,6 @@ are tested against this file. Section numbers are those of the ToMA paper.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,6 @@ _LEAST_BITS, MOST_BITS = 14, 18
 # Share of the best gain that stochastic greedy may lose in expectation.
 _STOCHASTIC_LOSS = 0.1
 _RIDGE = 1e-6
-
-
-class Rotary(NamedTuple):
-    """Rotary tables of a whole sequence, and where those of the merged one go; rows of text come first and stay."""
-
-    tables: list[Tensor]  # cosines and sines, [T + N, D]
-    merged: list[Tensor]  # likewise, [T + M, D]
 
 
 def select(
@@ -172,17 +164,14 @@ def weigh(
     *,
     similarity: str = "cosine",
     temperature: float = 0.001,
-    rotary: Rotary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge and unmerge weights (section 4.2), in the tokens' dtype; `rotary` is filled by the way.
+    """Merge and unmerge weights (section 4.2), in the tokens' dtype.
 
     tokens: [B, N, C] row-major; order: [N] or None; destinations: [S, R, k] row-major token indices, S in {1, B}.
     Softmax over destinations of similarity / temperature gives A, whose columns sum to 1: every source spreads weight
     1 over the destinations. Returns merge [B, R, k, n], A with rows divided by their sums, so that each merged token is
     a mean; and unmerge [B, R, n, k], the transpose of A, so that each source gets a mean of merged results.
     """
-    if rotary is not None:
-        gather_rotary(rotary, destinations[0].flatten())
     sources = _directions(split_regions(tokens, order, destinations.shape[1]), similarity)
     targets = _destination_directions(tokens, destinations, similarity)
     pairs = torch.nan_to_num(targets @ sources.transpose(-1, -2), nan=0.0)
@@ -245,17 +234,6 @@ def unmerge(
     regions = weights.to(merged.dtype) @ merged.unflatten(1, (weights.shape[1], -1))
     tokens = join_regions(regions, inverse)
     return tokens if residual is None else residual + tokens
-
-
-def gather_rotary(rotary: Rotary, destinations: Tensor) -> None:
-    """Fill the tables of a merged sequence: a merged token has the position of its destination.
-
-    destinations: [M] row-major indices of image tokens.
-    """
-    text = rotary.merged[0].shape[0] - destinations.shape[0]
-    for table, gathered in zip(*rotary, strict=True):
-        gathered[:text].copy_(table[:text])
-        gathered[text:].copy_(table[text:].index_select(0, destinations))
 
 
 def _directions(tokens: Tensor, similarity: str) -> Tensor:

@@ -44,10 +44,10 @@ def candidates_for(configurations: Sequence[Configuration]) -> list[Candidate]:
     """A candidate for each configuration, and where it merges alone and linearly, before it the bound of that."""
     found: dict[str, Candidate] = {}
     for each in configurations:
-        if each.cache is not None:
+        for rival in each.rivals:
             raise TokenMergeError(
-                f"{each.label!r} has a step cache, which decides by the picture what runs, so its steps cannot be "
-                "timed one by one; use eval, which times whole pictures, or leave it out"
+                f"{each.label!r}: bench times the steps of techniques one by one, and {rival.name} has a schedule of "
+                "its own or decides by the picture what runs; use eval, which times whole pictures, or leave it out"
             )
         merge, hold = each.techniques
         label = _told(each.label, merge)

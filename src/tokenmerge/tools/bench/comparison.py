@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ... import api
 from ...errors import TokenMergeError, did_you_mean
-from ...families import family_of
 from ..fields import check_counts
 from ..files import append_line, check_writable
 from ..loading import Outline, best_device, load_denoiser, outline
@@ -42,12 +41,13 @@ ON_GPU, ON_CPU = Counts(warmups=5, repeats=20, settle=2.0), Counts(warmups=1, re
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What was asked for: every size, batch and mode is a comparison of all techniques. None stands for the model's
-    own size, and for the counts of the device."""
+    own size and frames, and for the counts of the device."""
 
     model: str
     techniques: Sequence[str] | None = None  # as typed; without, those of the model's family
     ratios: Sequence[float] | None = None
     sizes: Sequence[tuple[int, int]] | None = None  # width, height
+    frames: int | None = None
     batches: Sequence[int] = (1,)
     modes: Sequence[str] = ("eager",)
     steps: int = 50
@@ -64,6 +64,7 @@ class Task:
 
     def __post_init__(self) -> None:
         check_counts(steps=self.steps, repeats=self.repeats, rounds=self.rounds, threads=self.threads)
+        check_counts(frames=self.frames)
         check_counts(0, warmups=self.warmups, loops=self.loops)
         if min(self.batches) < 1:
             raise TokenMergeError(f"--batches are {', '.join(map(str, self.batches))}; give numbers from 1, as in 1,4")
@@ -81,7 +82,7 @@ class Task:
         settle = usual.settle if self.settle is None else self.settle
         counts = (self.steps, warmups, settle, self.repeats or usual.repeats, self.loops)
         return [
-            Setting(self.model, width, height, batch, mode, *counts, self.command)
+            Setting(self.model, width, height, batch, mode, *counts, self.command, self.frames or 1)
             for width, height in sizes
             for batch in self.batches
             for mode in self.modes
@@ -103,27 +104,26 @@ def run(task: Task) -> list[dict[str, Any]]:
         torch.set_num_threads(task.threads)
     model = outline(task.model)
     candidates = candidates_for(typed or read_configurations(default_techniques(model.family), task.ratios))
-    sizes = task.sizes or (model.own_size,)
-    for width, height in sizes:
-        _check(model, candidates, task.steps, width, height)
+    task = replace(task, sizes=task.sizes or (model.own_size,), frames=task.frames or model.family.frames)
+    for width, height in task.sizes or ():
+        _check(model, candidates, task, width, height)
     if task.out is not None:
         check_writable(task.out)
-    return _measure(task, load_denoiser(task.model, task.dtype, device), model.scale, candidates, sizes)
+    return _measure(task, load_denoiser(task.model, task.dtype, device), model, candidates)
 
 
-def _measure(
-    task: Task, denoiser: nn.Module, scale: int, candidates: Sequence[Candidate], sizes: Sequence[tuple[int, int]]
-) -> list[dict[str, Any]]:
+def _measure(task: Task, denoiser: nn.Module, model: Outline, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     device = next(denoiser.parameters()).device
     turns = [each for turn in range(task.rounds) for each in (candidates if turn % 2 == 0 else candidates[::-1])]
+    sizes = task.sizes or ()
     settings = task.settings(device, sizes)
     records = []
     with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
         progress.set_description("trial")
         for width, height in sizes:
-            _try(denoiser, candidates, task, width, height, scale)
+            _try(denoiser, candidates, task, model, width, height)
         for setting in settings:
-            arguments = _arguments(denoiser, setting.batch, setting.width, setting.height, scale)
+            arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
             for candidate in turns:
                 progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
                 try:
@@ -137,12 +137,7 @@ def _measure(
     return records
 
 
-def _arguments(denoiser: nn.Module, batch: int, width: int, height: int, scale: int) -> dict[str, Any]:
-    """Of a call for pictures of this size in pixels."""
-    return family_of(denoiser).example(denoiser, batch, height // scale, width // scale)
-
-
-def _check(model: Outline, candidates: Sequence[Candidate], steps: int, width: int, height: int) -> None:
+def _check(model: Outline, candidates: Sequence[Candidate], task: Task, width: int, height: int) -> None:
     """Refuse what the model cannot do at a size, as far as its config files tell."""
     model.check_size(width, height)
     for candidate in candidates:
@@ -152,17 +147,21 @@ def _check(model: Outline, candidates: Sequence[Candidate], steps: int, width: i
                 candidate.techniques,
                 height=height,
                 width=width,
-                steps=steps,
+                frames=task.frames,
+                steps=task.steps,
                 vae_scale_factor=model.scale,
+                vae_scale_factor_temporal=model.frame_scale,
             )
         except TokenMergeError as error:
             raise _refused(candidate, width, height, error) from error
 
 
-def _try(denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, width: int, height: int, scale: int) -> None:
+def _try(
+    denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model: Outline, width: int, height: int
+) -> None:
     """Refuse what only a run tells before anything is timed: every phase of every candidate runs once."""
     batch = min(task.batches)
-    arguments = _arguments(denoiser, batch, width, height, scale)
+    arguments = model.example(denoiser, batch, width, height, task.frames)
     for candidate in candidates:
         loop = Loop(task.steps)
         visited = visits(candidate.phases(task.steps))

@@ -48,13 +48,16 @@ def report(records: Iterable[dict[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
-        groups.setdefault((*key, json.dumps(record["environment"])), []).append(record)
+        # Of pictures, older files do not say that there is one frame.
+        key += (record.get("frames", 1), json.dumps(record["environment"]))
+        groups.setdefault(key, []).append(record)
     parts = []
-    for (model, width, height, batch, mode, steps, _), found in groups.items():
+    for (model, width, height, batch, mode, steps, frames, _), found in groups.items():
         rows = pool(found)
         where = rows[0].record["environment"]
+        over = f", {frames} frames" if frames > 1 else ""
         parts.append(
-            f"**{model}, {width}x{height}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
+            f"**{model}, {width}x{height}{over}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
             f"torch {where['torch']}\n\n{_table(rows)}"
         )
         if any(speed_up(row, rows) < 1 for row in rows):

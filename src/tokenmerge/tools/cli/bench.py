@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     shared.add_techniques(parser)
     shared.add_ratios(parser)
     add_("--sizes", type=parse_sizes, metavar="WxH,...", help="width x height in pixels (default: the model's)")
+    shared.add_frames(parser)
     add_("--batches", type=numbers, default=(1,), metavar="A,B,...", help="batch sizes (default: 1)")
     add_(
         "--modes",

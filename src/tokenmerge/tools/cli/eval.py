@@ -27,6 +27,13 @@ def add(commands: Any) -> None:
     shared.add_techniques(parser)
     shared.add_ratios(parser)
     add_options(parser, number="all", seeds="0", repeats="5", out="evaluation")
+    parser.add_argument(
+        "--reference-steps",
+        type=parse_as(int),
+        metavar="N",
+        help="steps of the second yardstick, the plain picture with more steps; 0 leaves it out (default: four times "
+        "the steps)",
+    )
     parser.set_defaults(run=run, seeds=(0,), repeats=5, out=Path("evaluation"))
 
 

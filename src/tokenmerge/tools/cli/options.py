@@ -15,6 +15,7 @@ from ...config import Hold, Merge
 from ...errors import TokenMergeError, did_you_mean
 from ..fields import parse_as, parse_size, write_value
 from ..files import to_json
+from ..random_models import RANDOM_MODELS
 
 # What --compile makes fast. Without a value it is the first, as far as the device can.
 COMPILE_WAYS = ("both", "blocks", "graphs")
@@ -27,7 +28,8 @@ EXAMPLES = {
     "toma:components=self_attention,mlp": "a list: what has no = belongs to the field before it",
     '"unet:ratio=0.5 + hold:every=4"': "both techniques",
     "my.yaml": "a YAML or JSON file, as `tokenmerge tune` writes it",
-    '"none + mag:threshold=0.06"': "a step cache of diffusers: first-block, mag, taylorseer or faster",
+    '"none + mag:threshold=0.06"': "a step cache: first-block, mag, taylorseer, faster, cache-dit or deepcache",
+    '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
     "mine@toma:regions=whole": "under a name of your own",
 }
 FAMILY_DEFAULT = "default: the merging preset of the model's family, unet or dit; hold; and both together"
@@ -117,7 +119,7 @@ def techniques_help() -> str:
 def add_model(parser: argparse.ArgumentParser, default: str | None, told: str = "", random: bool = False) -> None:
     names = "bundled model (tiny-flux, tiny-sdxl), folder or hub id"
     if random:
-        names += ", or sdxl-random, flux-random, sd35-random: random weights in their real size"
+        names += f", or random weights in a published model's size: {', '.join(RANDOM_MODELS)}"
     parser.add_argument("--model", default=default, help=f"{names} (default: {told or default})")
 
 
@@ -133,6 +135,11 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
 def add_size(parser: argparse.ArgumentParser) -> None:
     told = "width x height in pixels (default: the model's)"
     parser.add_argument("--size", type=parse_size, metavar="WxH", help=told)
+
+
+def add_frames(parser: argparse.ArgumentParser) -> None:
+    told = "frames of a video (default: as many as the model's family usually makes)"
+    parser.add_argument("--frames", type=parse_as(int), metavar="N", help=told)
 
 
 def add_machine_options(parser: argparse.ArgumentParser, threads: int | None = None) -> None:

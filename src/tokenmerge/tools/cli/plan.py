@@ -21,6 +21,7 @@ def add(commands: Any) -> None:
     shared.add_model(parser, "tiny-flux", random=True)
     shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan")
     shared.add_size(parser)
+    shared.add_frames(parser)
     parser.add_argument("--steps", type=parse_as(int), metavar="N", help="denoising steps (default: the model's)")
     parser.add_argument("--sites-list", action="store_true", help="list every site by name")
     shared.add_json(parser)
@@ -34,11 +35,11 @@ def run(options: argparse.Namespace) -> None:
     from ..loading import outline
     from ..typed import read_typed
 
-    check_counts(steps=options.steps)
+    check_counts(steps=options.steps, frames=options.frames)
     typed = [read_typed(text).configuration for text in options.techniques or (RECOMMENDED,)]
     for each in typed:
-        if each.cache is not None:
-            raise TokenMergeError(f"{each.label!r} has a step cache, which decides while it runs; leave it out")
+        for rival in each.rivals:
+            raise TokenMergeError(f"{each.label!r}: plan knows techniques alone; leave out {rival.name}")
     model = outline(options.model)
     width, height = options.size or model.own_size
     plans = [
@@ -47,8 +48,10 @@ def run(options: argparse.Namespace) -> None:
             each.techniques,
             height=height,
             width=width,
+            frames=options.frames,
             steps=options.steps or model.defaults.steps,
             vae_scale_factor=model.scale,
+            vae_scale_factor_temporal=model.frame_scale,
         )
         for each in typed
     ]

@@ -3,7 +3,7 @@ it drifted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,17 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
+    estimate: float | None = None  # the PSNR that Hold's own errors tell, without the plain picture
 
     def to_dict(self) -> dict[str, Any]:
-        cache = self.configuration.cache
         return {
-            "label": self.configuration.label,
-            "techniques": self.configuration.techniques.to_list(),
-            "cache": cache.to_dict() if cache else None,
+            **self.configuration.to_dict(),
             "seed": self.seed,
             "seconds": self.seconds,
             "speed_up": self.speed_up,
             "tokens": self.tokens,
             "kinds": self.kinds,
+            "estimated_psnr": self.estimate,
             **self.drift,
         }
 
@@ -122,42 +121,57 @@ def draw_rows(studio: Studio, asked: Comparison, configurations: Sequence[Config
         studio.pipe.set_progress_bar_config(desc=f"{'calibration':>12}", leave=False)
         studio.calibrate(asked.prompt, asked.seed)
     # Untimed runs load kernels and fill caches; what is compiled must also see every kind of step.
-    untimed = studio.request.steps if studio.way else min(2, studio.request.steps)
     try:
         for configuration in configurations:
             studio.configure(configuration)
+            steps = studio.steps_of(configuration)
+            untimed = steps if studio.way else min(2, steps)
             studio.pipe.set_progress_bar_config(desc=f"{'warm-up':>12}", leave=False)
             for _ in range(warm_ups(studio.way)):
                 studio.draw(asked.prompt, asked.seeds[:1], untimed)
             studio.pipe.set_progress_bar_config(desc=f"{configuration.label[-40:]:>12}", leave=False)
-            columns.append([_shot(studio, asked, configuration, seed) for seed in asked.seeds])
+            columns.append(
+                [take_shot(studio, configuration, asked.prompt, seed, asked.show_destinations) for seed in asked.seeds]
+            )
     finally:
         studio.restore()
     plain, *others = columns
-    compared = [[_compared(shot, first) for shot, first in zip(column, plain, strict=True)] for column in others]
-    return [list(row) for row in zip(plain, *compared, strict=True)]
+    beside = [[compared(shot, first) for shot, first in zip(column, plain, strict=True)] for column in others]
+    return [list(row) for row in zip(plain, *beside, strict=True)]
 
 
-def _shot(studio: Studio, asked: Comparison, configuration: Configuration, seed: int) -> Shot:
-    (picture,), seconds = studio.draw(asked.prompt, (seed,))
-    overlay = _overlay(studio.pipe, picture) if asked.show_destinations else None
-    kinds = api.summary(studio.pipe).steps
-    return Shot(configuration, seed, picture, seconds, token_counts(studio.pipe), kinds, overlay=overlay)
+def take_shot(
+    studio: Studio,
+    configuration: Configuration,
+    prompt: str,
+    seed: int,
+    overlay: bool = False,
+    on_step: Callable[[int], None] | None = None,
+) -> Shot:
+    """One picture of a studio that has its configuration. overlay: show what merged; on_step: as in `request.draw`."""
+    (picture,), seconds = studio.draw(prompt, (seed,), on_step=on_step)
+    merged = _overlay(studio.pipe, picture) if overlay else None
+    told = api.summary(studio.pipe)
+    estimate = None if told.drift is None else told.drift.psnr
+    tokens = token_counts(studio.pipe)
+    return Shot(configuration, seed, picture, seconds, tokens, told.steps, overlay=merged, estimate=estimate)
 
 
-def _compared(shot: Shot, plain: Shot) -> Shot:
+def compared(shot: Shot, plain: Shot) -> Shot:
+    """The same, with how it compares with the plain one of its seed."""
     drift = compare(to_tensor(plain.picture), to_tensor(shot.picture))
     return replace(shot, speed_up=plain.seconds / shot.seconds, drift=drift)
 
 
 def report(rows: Sequence[Sequence[Shot]]) -> str:
     """The table a person reads."""
-    header = ["seed", "technique", "seconds", "speed-up", "steps", "tokens", "MSE", "PSNR", "SSIM"]
+    header = ["seed", "technique", "seconds", "speed-up", "steps", "tokens", "MSE", "PSNR", "estimated", "SSIM"]
     shots = [shot for row in rows for shot in row]
     lines = []
     for shot in shots:
         drift = shot.drift
-        values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", f"{drift['ssim']:.3f}"] if drift else ["", "", ""]
+        guess = "" if shot.estimate is None else f"{shot.estimate:.0f}"
+        values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", guess, f"{drift['ssim']:.3f}"] if drift else [""] * 4
         speed = f"{shot.speed_up:.2f}x" if drift else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in shot.kinds.items())
         lines.append(
@@ -202,6 +216,7 @@ def _title(configuration: Configuration) -> str:
     """For people who do not know the presets: what is done, then by which."""
     merge, hold = configuration.techniques
     words = ["merged" if merge else "", "held" if hold else "", "cached" if configuration.cache else ""]
+    words.append(f"in {configuration.schedule.steps} steps" if configuration.schedule else "")
     return f"{' and '.join(word for word in words if word)}: {configuration.label}"
 
 

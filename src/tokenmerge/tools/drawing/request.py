@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +41,17 @@ class Request:
         return {"prompt": self.prompt, "num_inference_steps": self.steps, **size, **arguments}
 
 
-def draw(pipe: Any, request: Request, seeds: Sequence[int]) -> tuple[list[Image.Image], float]:
-    """A batch of pictures, one for each seed, and the seconds it took."""
+def draw(
+    pipe: Any, request: Request, seeds: Sequence[int], on_step: Callable[[int], None] | None = None
+) -> tuple[list[Image.Image], float]:
+    """A batch of pictures, one for each seed, and the seconds it took.
+
+    on_step: hears how many steps are done, after each. What it raises ends the call.
+    """
     check_seeds(*seeds)
     arguments = request.arguments(pipe)
+    if on_step is not None:
+        arguments |= _heard(pipe, on_step)
     device = torch.device(pipe._execution_device)
     # On the CPU, so that a seed means the same noise on every machine.
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -58,9 +65,26 @@ def draw(pipe: Any, request: Request, seeds: Sequence[int]) -> tuple[list[Image.
         raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
     except torch.OutOfMemoryError as error:
         raise TokenMergeError(
-            f"{device} has too little memory for {len(seeds)} x {request.width}x{request.height}; use a smaller --size"
+            f"{device} has too little memory for {len(seeds)} x {request.width}x{request.height}; use a smaller size"
         ) from error
     return result.images, seconds
+
+
+def tells_steps(pipeline: type) -> bool:
+    """Whether pipelines of a class tell of their steps, as `on_step` needs it."""
+    return not {"callback_on_step_end", "callback"}.isdisjoint(inspect.signature(pipeline.__call__).parameters)
+
+
+def _heard(pipe: Any, on_step: Callable[[int], None]) -> dict[str, Any]:
+    """The arguments of a pipeline's call that make it tell of its steps."""
+    if "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
+        return {"callback": lambda step, *_: on_step(step + 1), "callback_steps": 1}
+
+    def after(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step(step + 1)
+        return tensors
+
+    return {"callback_on_step_end": after}
 
 
 def token_counts(pipe: Any) -> str:

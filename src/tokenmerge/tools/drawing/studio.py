@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from PIL import Image
 
 from ... import api
-from ...compiling import uncompile
-from ...errors import TokenMergeError
-from ..caches import TRIAL_STEPS, calibrate, check_cacheable, disable_cache, enable_cache, try_cache
+from ...compiling import recordings, uncompile
+from ...errors import TokenMergeError, first_line
+from ...families import denoiser_of
 from ..compiling import check_compiled_cache, compile_as, way_on
 from ..fields import check_counts, check_finite
 from ..loading import best_device, dtype_on, load_pipeline, outline
-from ..typed import Configuration
+from ..measure import free_memory, timed_calls
+from ..rivals.base import Run
+from ..rivals.diffusers_caches import calibrate
+from ..rivals.reading import TRIAL_STEPS
+from ..typed import PLAIN, Configuration
 from .request import Request, draw
 
 
@@ -33,6 +38,7 @@ class Setup:
     dtype: str | None = None
     compile: str | None = None
     threads: int | None = None
+    safetensors: bool = False  # refuse weights in formats that may hold code
 
     def __post_init__(self) -> None:
         check_counts(steps=self.steps, threads=self.threads)
@@ -50,64 +56,137 @@ class Studio:
             # Also where a GPU computes: sums on the CPU round by the number of threads.
             torch.set_num_threads(setup.threads)
         self.outline = outline(setup.model)
-        width, height = setup.size or self.outline.own_size
+        self.request = self.asked(setup.size, setup.steps, setup.guidance)
+        self.mag_ratios: Sequence[float] | None = None
+        self._safetensors = setup.safetensors
+        # What has to be undone before the next configuration, the last first.
+        self._undo = ExitStack()
+        self._calls: int | None = None
+        self._configured = Configuration(PLAIN)
+
+    def asked(self, size: tuple[int, int] | None, steps: int | None, guidance: float | None = None) -> Request:
+        """A request to draw that the model can meet; None stands for its own."""
+        width, height = size or self.outline.own_size
         self.outline.check_size(width, height)
         defaults = self.outline.defaults
-        self.request = Request("", setup.steps or defaults.steps, width, height, setup.guidance, defaults)
+        request = Request("", steps or defaults.steps, width, height, guidance, defaults)
         if self.outline.pipeline_class is not None:
-            self.request.arguments(self.outline.pipeline_class)
-        self.mag_ratios: Sequence[float] | None = None
+            request.arguments(self.outline.pipeline_class)
+        return request
 
     @cached_property
     def pipe(self) -> Any:
         """The pipeline, with its weights."""
-        pipe, _ = load_pipeline(self.outline.model, getattr(torch, self.dtype), self.device)
+        pipe, _ = load_pipeline(self.outline.model, getattr(torch, self.dtype), self.device, self._safetensors)
         return pipe
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether weights are in memory."""
+        return "pipe" in vars(self)
+
+    def unload(self) -> None:
+        """Give the weights back; the next picture loads them again."""
+        if self.is_loaded:
+            del self.pipe
+            free_memory(self.device)
 
     def check(self, configuration: Configuration) -> None:
         """Refuse what the model does not go with, as far as its config files tell."""
-        cache, hold = configuration.cache, configuration.techniques.hold
-        if cache:
+        request, hold = self.request, configuration.techniques.hold
+        if configuration.cache:
             check_compiled_cache(self.way)
-            check_cacheable(self.outline.denoiser)
-            if hold is not None and hold.every > 1:
-                raise TokenMergeError(f"Hold and the {cache.name} cache both skip steps; leave one of them out")
-        request = self.request
+        for rival in configuration.rivals:
+            rival.check(self.outline, request.steps)
+        if configuration.cache and hold is not None and hold.acts:
+            raise TokenMergeError(
+                f"Hold and the {configuration.cache.name} cache both skip steps; leave one of them out"
+            )
         size = {"height": request.height, "width": request.width, "vae_scale_factor": self.outline.scale}
-        api.plan(self.outline.denoiser, configuration.techniques, steps=request.steps, **size)
+        api.plan(self.outline.denoiser, configuration.techniques, steps=self.steps_of(configuration), **size)
+
+    def steps_of(self, configuration: Configuration) -> int:
+        """Of a picture: as the schedule says, or else as all pictures have them."""
+        return (configuration.schedule and configuration.schedule.steps) or self.request.steps
 
     def attempt(self, configuration: Configuration, prompt: str) -> None:
-        """Refuse what only the loaded model tells: its scheduler, or that a cache does not go with it."""
-        with api.applied(self.pipe, configuration.techniques):
-            if configuration.cache:
-                steps = min(TRIAL_STEPS, self.request.steps)
-                try_cache(self.pipe, configuration.cache, partial(self.draw, prompt, (0,), steps), steps)
+        """Refuse what only the loaded model tells: its scheduler, or that a rival does not go with it."""
+        steps = min(TRIAL_STEPS, self.steps_of(configuration))
+        calls = self._calls_a_step(prompt) if configuration.cache else 1
+        with ExitStack() as undo:
+            self._switch_on(configuration, Run(steps, calls, [1.0] * steps), undo)
+            if not configuration.rivals:
+                return
+            with timed_calls(denoiser_of(self.pipe), self.device) as watch:
+                try:
+                    self.draw(prompt, (0,), steps)
+                except AssertionError as error:
+                    # That is how packages check.
+                    raise TokenMergeError(
+                        f"{configuration.label} does not go with {type(self.pipe).__name__}: {first_line(error)}; "
+                        "leave it out"
+                    ) from error
+            for rival in configuration.rivals:
+                rival.check_calls(self.pipe, watch.laps, steps)
+
+    def _calls_a_step(self, prompt: str) -> int:
+        """How often a step of the plain pipeline calls the denoiser."""
+        if self._calls is None:
+            steps = min(TRIAL_STEPS, self.request.steps)
+            with timed_calls(denoiser_of(self.pipe), self.device) as watch:
+                self.draw(prompt, (0,), steps)
+            self._calls = watch.laps // steps
+        return self._calls
 
     def configure(self, configuration: Configuration) -> None:
         """From now on, draw with this configuration."""
-        disable_cache(self.pipe)
+        self.restore()
+        run = Run(self.steps_of(configuration), self._calls or 1, self.mag_ratios)
+        self._switch_on(configuration, run, self._undo, compiled=True)
+        self._configured = configuration
+
+    def _switch_on(self, configuration: Configuration, run: Run, undo: ExitStack, *, compiled: bool = False) -> None:
+        """A schedule before techniques, which follow the scheduler; a cache after them, since it sees their blocks."""
+        if configuration.schedule:
+            undo.enter_context(configuration.schedule.enabled(self.pipe, run))
         api.apply(self.pipe, configuration.techniques)
-        if self.way:
+        undo.callback(api.remove, self.pipe)
+        # With a cache calls run as they are: what it decides cannot be recorded.
+        if compiled and self.way and not configuration.cache:
             # Code compiled for other token counts before, in this process, might serve these too and round differently.
-            uncompile(self.pipe)
             torch.compiler.reset()
             compile_as(self.pipe, self.way)
+            undo.callback(uncompile, self.pipe)
         if configuration.cache:
-            enable_cache(self.pipe, configuration.cache, self.request.steps, self.mag_ratios)
+            undo.enter_context(configuration.cache.enabled(self.pipe, run))
 
     def restore(self) -> None:
         """The model as it was loaded."""
-        disable_cache(self.pipe)
-        api.remove(self.pipe)
-        uncompile(self.pipe)
+        self._configured = Configuration(PLAIN)
+        self._undo.close()
+
+    @property
+    def graphs(self) -> int | None:
+        """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
+        if self._configured.cache and self.way:
+            return 0
+        return recordings(denoiser_of(self.pipe))
 
     def calibrate(self, prompt: str, seed: int) -> None:
         """Measure what some caches need to know of the plain model."""
         self.mag_ratios = calibrate(self.pipe, lambda: self.draw(prompt, (seed,)), self.request.steps)
 
-    def draw(self, prompt: str, seeds: Sequence[int], steps: int | None = None) -> tuple[list[Image.Image], float]:
-        """A batch of pictures, one for each seed, and the seconds it took."""
-        return draw(self.pipe, replace(self.request, prompt=prompt, steps=steps or self.request.steps), seeds)
+    def draw(
+        self,
+        prompt: str,
+        seeds: Sequence[int],
+        steps: int | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> tuple[list[Image.Image], float]:
+        """A batch of pictures, one for each seed, and the seconds it took. steps: if not those of the configuration.
+        on_step: as in `request.draw`."""
+        steps = steps or self.steps_of(self._configured)
+        return draw(self.pipe, replace(self.request, prompt=prompt, steps=steps), seeds, on_step)
 
 
 def is_calibrated(configurations: Sequence[Configuration]) -> bool:

@@ -7,6 +7,7 @@ features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
 sets/CONFIG.json              metrics of sets
 kinds/CONFIG.json             how many steps of a picture were full, merged, held or skipped
+work/CONFIG/SAMPLE.json       operations of the denoiser in one picture
 calibration.json              what the mag cache decides by
 timing/CONFIG/LAP.json        seconds and memory of one timed batch
 metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
@@ -40,6 +41,7 @@ _DONE = (
     "reference/*.npy",
     "sets/*.json",
     "kinds/*.json",
+    "work/*/*.json",
     "timing/*/*.json",
 )
 # What to do about one that is damaged.
@@ -88,6 +90,9 @@ class Folder:
     def kinds(self, configuration: Configuration) -> Path:
         return self.root / "kinds" / f"{configuration.folder}.json"
 
+    def work(self, configuration: Configuration, sample: Sample) -> Path:
+        return self.root / "work" / configuration.folder / f"{sample.name}.json"
+
     @property
     def calibration(self) -> Path:
         return self.root / "calibration.json"
@@ -135,13 +140,15 @@ class Folder:
 
 
 def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The settings of an evaluation that goes on: nothing may differ, but networks and timed batches may come in
-    addition, and commits, since not every one touches what pictures depend on; all are kept."""
+    """The settings of an evaluation that goes on: nothing may differ, but networks, timed batches and the pictures with
+    more steps may come in addition, and commits, since not every one touches what pictures depend on; all are kept."""
     commits = [item["environment"].pop("commit", None) for item in (before, now)]
     told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if name == "repeats" and (old or 0) <= (new or 0):
+            continue
+        if name == "reference_steps" and not old:
             continue
         other = None
         if name == "configurations":

@@ -11,6 +11,7 @@ from ..files import to_json, write_text
 from .plots import write_plots
 from .results import Results, Row
 from .table import cells, comma_separated, markdown, notes
+from .yardstick import fine_pictures
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1f; --grey: #6a6a72; --line: #d9d9de; --paper: #fff; }
@@ -67,9 +68,8 @@ def _picture_lines(results: Results) -> Iterable[str]:
 
 def _result_lines(results: Results) -> Iterable[dict[str, object]]:
     settings = results.settings
-    conditions = {
-        name: settings[name] for name in ("model", "size", "steps", "dtype", "compile", "networks", "environment")
-    }
+    names = ("model", "size", "steps", "reference_steps", "dtype", "compile", "networks", "environment")
+    conditions = {name: settings[name] for name in names}
     counts = {"prompts": len(settings["prompts"]), "seeds": len(settings["seeds"])}
     for row in results.rows:
         yield {**results.line(row), **counts, **conditions}
@@ -98,7 +98,7 @@ def _page(results: Results, plots: list[Path]) -> str:
     for place, sample in enumerate(results.samples):
         if place == 0 or results.samples[place - 1].place != sample.place:
             parts.append(f"<h3>{html.escape(sample.prompt)}</h3>")
-        parts += ['<div class="strip">', *(_figure(results, row, place) for row in results.rows), "</div>"]
+        parts += ['<div class="strip">', *(_figure(results, row, place) for row in _shown(results)), "</div>"]
     parts += ["<h2>Made with</h2><dl>"]
     for name, value in settings["environment"].items():
         parts.append(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>")
@@ -117,10 +117,20 @@ def _html_table(results: Results) -> str:
     return "\n".join([*lines, "</tbody></table>"])
 
 
+def _shown(results: Results) -> list[Row]:
+    """All rows, and after the plain one the plain pictures with more steps, if there are any."""
+    plain, *others = results.rows
+    fine = Row(fine_pictures(results.reference_steps), {}, None, {}) if results.distance else None
+    if fine is None or fine.configuration.what in [row.configuration.what for row in others]:
+        return [plain, *others]
+    return [plain, fine, *others]
+
+
 def _figure(results: Results, row: Row, place: int) -> str:
     sample, label = results.samples[place], row.configuration.label
     image = results.folder.image(row.configuration, sample).relative_to(results.folder.root)
-    values = results.values[label, sample]
+    # The pictures with more steps are a yardstick, and not measured.
+    values = results.values.get((label, sample), {})
     told = [
         f"{metric.title} {values[metric.name]:.{min(metric.digits, 3)}f}"
         for metric in results.metrics

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from ..files import finite
-from ..quality.metrics import BY_NAME, Choice, Metric
+from ..quality.metrics import METRICS, Choice, Metric
 from ..quality.statistics import Estimate, estimate
 from ..typed import Configuration
 from .folder import Folder, Sample, read_json
+from .yardstick import best_distance, fine_metrics, fine_name
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Row:
     estimates: dict[str, Estimate]
     timing: dict[str, Any] | None
     kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
+    operations: float | None = None  # of the denoiser in a picture, where they could be counted
 
     @property
     def seconds(self) -> float | None:
@@ -33,14 +35,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "label": self.configuration.label,
-            "techniques": self.configuration.techniques.to_list(),
-            "cache": self.configuration.cache.to_dict() if self.configuration.cache else None,
+            **self.configuration.to_dict(),
             "metrics": {
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },
             "timing": self.timing,
             "kinds": self.kinds,
+            "operations": self.operations,
         }
 
 
@@ -57,9 +58,36 @@ class Results:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Those that some configuration has a figure of."""
+        """Those that some configuration has a figure of, each before the same to the picture with more steps."""
         there = {name for row in self.rows for name in row.estimates}
-        return tuple(metric for metric in BY_NAME.values() if metric.name in there)
+        all_of_them = [each for metric in METRICS for each in (metric, *fine_metrics([metric], self.reference_steps))]
+        return tuple(metric for metric in all_of_them if metric.name in there)
+
+    @property
+    def reference_steps(self) -> int:
+        """Of the second yardstick, or 0."""
+        return int(self.settings.get("reference_steps") or 0)
+
+    @property
+    def distance(self) -> str | None:
+        """The metric by which drift is told as a share of the schedule's own error, if both were measured."""
+        there = self.rows[0].estimates
+        return best_distance(metric.name for metric in self.metrics if fine_name(metric.name) in there)
+
+    def shares(self, row: Row) -> dict[str, float]:
+        """Drift to the plain picture, as a share of how far that is from the picture with more steps: the error of the
+        schedule itself. By metric."""
+        errors = self.rows[0].estimates
+        return {
+            name: value.mean / errors[fine_name(name)].mean
+            for name, value in row.estimates.items()
+            if fine_name(name) in errors and errors[fine_name(name)].mean
+        }
+
+    def work(self, row: Row) -> float | None:
+        """Operations of the denoiser as a share of the plain model's."""
+        plain = self.rows[0].operations
+        return row.operations / plain if plain and row.operations else None
 
     def to_dict(self) -> Any:
         rows = [self.line(row) for row in self.rows]
@@ -68,7 +96,7 @@ class Results:
     def line(self, row: Row) -> dict[str, Any]:
         """A row, and how it compares with the first."""
         speed = {"speed_up": self.speed_up(row), "denoiser_speed_up": self.denoiser_speed_up(row)}
-        return {**row.to_dict(), **speed}
+        return {**row.to_dict(), **speed, "work": self.work(row), "shares": self.shares(row)}
 
     def speed_up(self, row: Row) -> float | None:
         plain = self.rows[0].seconds
@@ -83,10 +111,11 @@ def gather(
     folder: Folder,
     settings: dict[str, Any],
     choice: Choice,
+    metrics: Sequence[Metric],
     configurations: Sequence[Configuration],
     samples: Sequence[Sample],
 ) -> Results:
-    """Read everything that was measured."""
+    """Read everything that was measured. metrics: those of the choice, and those to the pictures with more steps."""
     values: dict[tuple[str, Sample], dict[str, float]] = {}
     rows = []
     for configuration in configurations:
@@ -94,21 +123,21 @@ def gather(
             path = folder.values(configuration, sample)
             kept = read_json(path) if path.is_file() else {}
             values[configuration.label, sample] = {name: float(value) for name, value in kept.items()}
-        rows.append(_row(folder, settings, choice, configuration, samples, values))
+        rows.append(_row(folder, settings, metrics, configuration, samples, values))
     return Results(folder, settings, choice, tuple(rows), tuple(samples), values)
 
 
 def _row(
     folder: Folder,
     settings: dict[str, Any],
-    choice: Choice,
+    metrics: Sequence[Metric],
     configuration: Configuration,
     samples: Sequence[Sample],
     values: dict[tuple[str, Sample], dict[str, float]],
 ) -> Row:
     estimates = {}
-    for metric in choice.metrics:
-        if metric.kind == "set" or (metric.kind == "pair" and configuration.is_plain):
+    for metric in metrics:
+        if metric.kind == "set" or (metric in METRICS and metric.kind == "pair" and configuration.is_plain):
             continue
         by_prompt: dict[int, list[float]] = {}
         for sample in samples:
@@ -117,10 +146,13 @@ def _row(
     if folder.sets(configuration).is_file():
         known = read_json(folder.sets(configuration))
         # Another run may have asked for others.
-        asked = [metric.name for metric in choice.of_kind("set") if metric.name in known]
+        asked = [metric.name for metric in metrics if metric.kind == "set" and metric.name in known]
         estimates |= {name: Estimate(float(known[name])) for name in asked}
     kinds = read_json(folder.kinds(configuration)) if folder.kinds(configuration).is_file() else {}
-    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), kinds)
+    paths = [folder.work(configuration, sample) for sample in samples]
+    counted = all(path.is_file() for path in paths)
+    operations = fmean(read_json(path)["operations"] for path in paths) if counted else None
+    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), kinds, operations)
 
 
 def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[str, Any] | None:

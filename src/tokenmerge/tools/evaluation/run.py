@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 
 from ... import api
-from ...compiling import recordings
 from ...errors import TokenMergeError
 from ...families import denoiser_of
 from ..compiling import warm_ups
@@ -28,8 +27,8 @@ from ..drawing.studio import Setup, Studio, is_calibrated
 from ..fields import check_counts, check_seeds
 from ..files import digest_of, to_json, write_text
 from ..loading import best_device
-from ..measure import environment, forget_peak_memory, free_memory, peak_memory, timed_calls
-from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
+from ..measure import counted_calls, environment, forget_peak_memory, free_memory, peak_memory, timed_calls
+from ..quality.metrics import BY_NAME, Choice, Meter, Metric, Picture, choose_metrics
 from ..quality.networks import Sources
 from ..typed import Configuration, default_techniques, read_configurations
 from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features
@@ -38,6 +37,7 @@ from .plots import check_plots
 from .processes import Processes
 from .report import write_report
 from .results import Results, gather
+from .yardstick import FINER, fine_metrics, fine_name, fine_pictures, measured_by
 
 Item = TypeVar("Item")
 
@@ -53,6 +53,7 @@ class Task(Setup):
     metrics: Sequence[str] | None = None
     sources: Sources = field(default_factory=Sources)
     reference: Path | None = None
+    reference_steps: int | None = 0  # of the second yardstick; None is four times the steps, 0 leaves it out
     batch: int = 1
     repeats: int = 5
     # Fixed, since sums round by it.
@@ -64,6 +65,7 @@ class Task(Setup):
         super().__post_init__()
         check_counts(batch=self.batch)
         check_counts(0, repeats=self.repeats)
+        check_counts(0, **{"reference-steps": self.reference_steps})
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise TokenMergeError(f"--seeds are {', '.join(map(str, self.seeds))}; give different ones, as in 0,1,2")
         check_seeds(*self.seeds)
@@ -136,6 +138,18 @@ class Evaluation:
             self._studio.pipe.set_progress_bar_config(disable=True)
         self._refusals |= self._refused([item for item in typed if item.label not in self._refusals], loaded=True)
         self.configurations = tuple(item for item in typed if item.label not in self._refusals)
+        self._fine_steps = self._steps_of_yardstick()
+        self._fine_metrics = fine_metrics(self.choice.metrics, self._fine_steps) if self._fine_steps else ()
+        self._fine = fine_pictures(self._fine_steps) if self._fine_metrics else None
+
+    def _steps_of_yardstick(self) -> int:
+        """Of the plain pictures with more steps, or 0."""
+        steps, given = self._studio.request.steps, self.task.reference_steps
+        if given is not None and 0 < given <= steps:
+            raise TokenMergeError(
+                f"--reference-steps is {given}; it must be more than the {steps} steps of the other pictures, or 0"
+            )
+        return FINER * steps if given is None else given
 
     def _refused(self, configurations: Sequence[Configuration], *, loaded: bool = False) -> dict[str, str]:
         """Those that the model cannot have, with why, by what its config files tell or the loaded model."""
@@ -159,10 +173,12 @@ class Evaluation:
             "model": self.task.model,
             "configurations": {item.label: item.techniques.to_list() for item in self.configurations},
             "caches": {item.label: item.cache.to_dict() for item in self.configurations if item.cache},
+            "schedules": {item.label: item.schedule.to_dict() for item in self.configurations if item.schedule},
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
             "steps": request.steps,
+            "reference_steps": self._fine_steps,
             "guidance": request.guidance,
             "call": request.defaults.call,
             "size": [request.width, request.height],
@@ -184,7 +200,8 @@ class Evaluation:
 
     def make_pictures(self) -> None:
         """This process's share of the pictures, each in a batch of one."""
-        for configuration in self.configurations:
+        fine = [self._fine] if self._fine and self._fine.label not in self._labels else []
+        for configuration in (*self.configurations, *fine):
             share = self._processes.share_of(self.samples)
             left = [sample for sample in share if not self.folder.image(configuration, sample).is_file()]
             if not left:
@@ -194,12 +211,28 @@ class Evaluation:
             for _ in range(warm_ups(self._studio.way) if self._studio.way else 0):
                 self._draw(left[0])
             for sample in self._progress(left, configuration.label):
-                picture, kinds = self._draw(sample), self.folder.kinds(configuration)
-                # Before the picture, which says that nothing is left to do.
-                if not kinds.is_file():
-                    write_text(kinds, to_json(api.summary(self._studio.pipe).steps))
-                save_picture(picture, self.folder.image(configuration, sample))
+                self._make(configuration, sample)
         self._studio.restore()
+
+    def _make(self, configuration: Configuration, sample: Sample) -> None:
+        kinds = self.folder.kinds(configuration)
+        if self._studio.way:
+            # Replayed and compiled work cannot be counted.
+            picture = self._draw(sample)
+        else:
+            with counted_calls(denoiser_of(self._studio.pipe)) as counter:
+                picture = self._draw(sample)
+            work = self.folder.work(configuration, sample)
+            if not work.is_file():
+                write_text(work, to_json({"operations": counter.operations}))
+        # Before the picture, which says that nothing is left to do.
+        if not kinds.is_file():
+            write_text(kinds, to_json(api.summary(self._studio.pipe).steps))
+        save_picture(picture, self.folder.image(configuration, sample))
+
+    @property
+    def _labels(self) -> set[str]:
+        return {configuration.label for configuration in self.configurations}
 
     def _configure(self, configuration: Configuration) -> None:
         if self._studio.mag_ratios is None and is_calibrated([configuration]):
@@ -235,16 +268,17 @@ class Evaluation:
             "denoiser_seconds": sum(watch.milliseconds()) / 1e3 / batch,
             "batch": batch,
             "peak_memory": peak_memory(studio.device),
-            "graphs": recordings(denoiser_of(studio.pipe)),
+            "graphs": studio.graphs,
             "tokens": token_counts(studio.pipe),
         }
 
     def measure(self) -> None:
         """Metrics of this process's pictures, and features for metrics of sets."""
         for sample in self._progress(self._processes.share_of(self.samples), "measure"):
-            reference = self._picture(self.configurations[0], sample)
+            plain = self._picture(self.configurations[0], sample)
+            fine = self._picture(self._fine, sample) if self._fine else None
             for configuration in self.configurations:
-                self._measure(configuration, sample, reference)
+                self._measure(configuration, sample, plain, fine)
         if not self.choice.of_kind("set"):
             return
         for path in self._progress(self._processes.share_of(self._photographs), "reference"):
@@ -288,27 +322,32 @@ class Evaluation:
         free_memory(device)
 
     def results(self, settings: dict[str, Any]) -> Results:
-        return gather(self.folder, settings, self.choice, self.configurations, self.samples)
+        metrics = (*self.choice.metrics, *self._fine_metrics)
+        return gather(self.folder, settings, self.choice, metrics, self.configurations, self.samples)
 
-    def _measure(self, configuration: Configuration, sample: Sample, reference: Picture) -> None:
+    def _measure(self, configuration: Configuration, sample: Sample, plain: Picture, fine: Picture | None) -> None:
         """What is not known yet about one picture. The plain one is not compared with itself."""
         path, features = self.folder.values(configuration, sample), self.folder.features(configuration, sample)
         known = read_json(path) if path.is_file() else {}
         pairs = self.choice.of_kind("pair") if not configuration.is_plain else ()
-        wanted = [metric for metric in (*pairs, *self.choice.of_kind("text")) if metric.name not in known]
+        asked = (*pairs, *self._fine_metrics, *self.choice.of_kind("text"))
+        wanted = [metric for metric in asked if metric.name not in known]
         lacks_features = bool(self.choice.of_kind("set")) and not features.is_file()
         if not wanted and not lacks_features:
             return
-        test = reference if configuration.is_plain else self._picture(configuration, sample)
+        test = plain if configuration.is_plain else self._picture(configuration, sample)
         if lacks_features:
             save_features(features, self._meter.features(test))
         for metric in wanted:
-            if metric.kind == "pair":
-                known[metric.name] = self._meter.pair(metric, reference, test)
-            else:
-                known[metric.name] = self._meter.text(metric, sample.prompt, test)
+            known[metric.name] = self._measured(metric, sample, test, plain, fine)
         if wanted:
             write_text(path, to_json(_ordered(known)))
+
+    def _measured(self, metric: Metric, sample: Sample, test: Picture, plain: Picture, fine: Picture | None) -> float:
+        if metric.kind == "text":
+            return self._meter.text(metric, sample.prompt, test)
+        reference = fine if metric in self._fine_metrics and fine is not None else plain
+        return self._meter.pair(measured_by(metric), reference, test)
 
     def _picture(self, configuration: Configuration, sample: Sample) -> Picture:
         return Picture(read_picture(self.folder.image(configuration, sample)))
@@ -330,4 +369,5 @@ class Evaluation:
 
 def _ordered(values: dict[str, Any]) -> dict[str, Any]:
     """By the order of the metrics, whichever came first; also those that another run of this evaluation asked for."""
-    return {name: values[name] for name in BY_NAME if name in values}
+    names = [each for name in BY_NAME for each in (name, fine_name(name))]
+    return {name: values[name] for name in names if name in values}

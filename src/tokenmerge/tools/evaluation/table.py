@@ -8,12 +8,13 @@ import io
 from ...planning.tables import counted, table
 from ..compiling import warm_ups
 from ..drawing.comparison import saves_nothing
-from ..quality.metrics import Metric
+from ..quality.metrics import BY_NAME, Metric
 from ..quality.statistics import Estimate
 from .results import Results
 
 # By what --compile came to.
 _COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
+_SHARE = "share of schedule's error"
 _TIMES = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
 
 
@@ -89,6 +90,17 @@ def _circumstances(results: Results) -> list[str]:
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
+    if any(row.operations for row in results.rows):
+        lines.append(
+            "Work is the operations of the denoiser in a picture, beside the plain model's: products, convolutions "
+            "and attention. Maps of merging are not counted."
+        )
+    if results.distance:
+        lines.append(
+            f"The second yardstick is the plain picture with {results.reference_steps} steps. The plain picture's own "
+            f"distance to it is the error of the schedule, and drift ({BY_NAME[results.distance].title}) is also told "
+            "as a share of that."
+        )
     idle = [saves_nothing(row.configuration.label, row.kinds) for row in results.rows]
     lines += [note for note in idle if note]
     return lines + [f"{label} is refused: {reason}." for label, reason in results.settings["refused"].items()]
@@ -98,20 +110,30 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
     """The header and the rows. arrows: point towards better; not every terminal can show them."""
     timed = any(row.timing for row in results.rows)
     memory = any(row.timing and row.timing["peak_memory"] for row in results.rows)
-    header = ["configuration", *(_TIMES if timed else []), *(["memory, GiB"] if memory else [])]
+    worked = any(row.operations for row in results.rows)
+    header = ["configuration", *(_TIMES if timed else []), *(["work"] if worked else [])]
+    header += ["memory, GiB"] if memory else []
     for metric in results.metrics:
         arrow = "↑" if metric.higher_is_better else "↓"
         header.append(f"{metric.title} {arrow}" if arrows else metric.title)
+    header += [_SHARE] if results.distance else []
     rows = []
     for row in results.rows:
         line = [row.configuration.label]
         if timed:
             line += _times(row.seconds, results.speed_up(row))
             line += _times(row.denoiser_seconds, results.denoiser_speed_up(row))
+        if worked:
+            line.append(_percent(results.work(row)))
         if memory:
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
-        rows.append(line + [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics])
+        line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
+        rows.append(line + ([_percent(results.shares(row).get(results.distance))] if results.distance else []))
     return header, rows
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.3g} %"
 
 
 def _times(seconds: float | None, speed_up: float | None) -> list[str]:
@@ -124,13 +146,17 @@ def comma_separated(results: Results) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = [name for metric in results.metrics for name in (metric.name, f"{metric.name}_interval")]
     times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
-    writer.writerow(["configuration", *times, "batch", "peak_memory", *names])
+    distances = list(dict.fromkeys(name for row in results.rows for name in results.shares(row)))
+    shares = [f"{name}_share" for name in distances]
+    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", *names, *shares])
     for row in results.rows:
         timing = row.timing or {}
         line = [row.configuration.label, row.seconds, results.speed_up(row)]
         line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
+        line.append(results.work(row))
         for metric in results.metrics:
             value = row.estimates.get(metric.name)
             line += [value.mean, value.interval] if value else [None, None]
+        line += [results.shares(row).get(name) for name in distances]
         writer.writerow(["" if cell is None else cell for cell in line])
     return text.getvalue()

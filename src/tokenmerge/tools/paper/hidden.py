@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ...families import Block, Family, denoiser_of, family_of
-from ...families.calls import DenoiserCall, TokenGrid, grid_at_level, grids_of_ids
+from ...families.calls import DenoiserCall, TokenGrid, grids_at_level, grids_of_ids
 from ...runtime.clock import Clock
 from ...runtime.installing import observe_calls
 from ..drawing.studio import Studio
@@ -66,6 +66,7 @@ class _Watcher:
 
 def _grid(call: DenoiserCall, block: Block) -> TokenGrid:
     if call.ids is None:
-        return TokenGrid(*grid_at_level(call, block.level))
+        (grid,) = grids_at_level(call, block.level)
+        return grid
     (grid,) = grids_of_ids(call.ids)
     return grid

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from ...config import Hold, Merge, Techniques
+from ...config import TOLERANCE, Hold, Merge, Techniques
 from ...errors import TokenMergeError
 from ...families import Family
 from ..fields import write_value
@@ -37,16 +37,20 @@ MERGE_AXES: Axes = {
     "skip_first": tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375)),
 }
 HOLD_AXES: Axes = {
-    "every": tuple({"every": every} for every in (2, 3, 4, 5, 8)),
+    "steps": (
+        *({"tolerance": tolerance, "every": None} for tolerance in (0.005, 0.01, 0.02, 0.04, 0.08)),
+        *({"tolerance": None, "every": every} for every in (2, 3, 5)),
+    ),
     "start": _STARTS,
-    "extrapolate": tuple({"extrapolate": name} for name in ("linear", "sigma")),
 }
+# Fields of Hold of which one takes the place of the other.
+_INSTEAD = ("tolerance", "every")
 # Of models that have stages: all of them, or transformer blocks alone.
 WHAT: tuple[Changes, ...] = tuple({"what": what} for what in ("auto", "blocks"))
 # Always among the candidates: what a user would try first.
 FIXED: dict[str, tuple[Changes, ...]] = {
     Merge.NAME: ({"ratio": 0.5}, {"ratio": 0.75}),
-    Hold.NAME: ({"every": 3}, {"every": 5}),
+    Hold.NAME: ({"tolerance": TOLERANCE}, {"tolerance": 3 * TOLERANCE}),
 }
 # More would take days.
 MOST = 1000
@@ -64,7 +68,10 @@ class Searched:
 
     def changed(self, changes: Changes) -> Merge | Hold:
         """The technique with fields changed that were not typed."""
-        return self.base.replace(**{name: value for name, value in changes.items() if name not in self.part.fields})
+        typed = set(self.part.fields)
+        if not typed.isdisjoint(_INSTEAD):
+            typed.update(_INSTEAD)
+        return self.base.replace(**{name: value for name, value in changes.items() if name not in typed})
 
     def drawn(self, generator: Random) -> Merge | Hold:
         chosen = [generator.choice(axis) for axis in self.axes.values()]
@@ -73,15 +80,19 @@ class Searched:
     def typed(self, technique: Merge | Hold) -> Part:
         """A technique as it is typed: by what was typed before, and how it differs."""
         values = {name: getattr(technique, name) for name in technique.field_docs()}
+        if isinstance(technique, Hold):
+            # Of two that take each other's place, the one that counts.
+            del values["tolerance" if technique.tolerance is None else "every"]
         told = {name: write_value(value) for name, value in values.items() if value != getattr(self.base, name)}
         return Part(self.part.head, {**self.part.fields, **told})
 
 
 def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
     """The techniques of a configuration, each with the axes that are left to search."""
-    if typed.configuration.cache is not None:
+    for rival in typed.configuration.rivals:
         raise TokenMergeError(
-            f"{typed.configuration.label!r} has a step cache, which tune does not search; leave it out"
+            f"{typed.configuration.label!r}: tune searches techniques alone; leave out {rival.name}, or compare it "
+            "with eval"
         )
     found = []
     for part in typed.parts:

@@ -12,13 +12,11 @@ trying several at the first call would take seconds and would break the capture 
 from ..reference import pick_weights, pinv_weights
 from .common import INTERPRETED
 from .merging import merge, unmerge
-from .rotary import gather_rotary
 from .selection import select
 from .weighing import weigh
 
 __all__ = [
     "INTERPRETED",
-    "gather_rotary",
     "merge",
     "pick_weights",
     "pinv_weights",

@@ -12,7 +12,6 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 from torch import Tensor
 
 from .. import reference
-from ..reference import Rotary
 from .common import (
     DTYPES,
     add_products,
@@ -24,7 +23,6 @@ from .common import (
     squared_norms,
     token_indices,
 )
-from .rotary import gather_rotary, gather_rotary_kernel, is_gathered, table_arguments
 
 # Largest regions of the kernel.
 _WEIGH_SIZE = 256
@@ -45,15 +43,6 @@ def _weigh_kernel(
     token_n,
     token_c,
     destination_b,
-    cosines,
-    sines,
-    merged_cosines,
-    merged_sines,
-    text,
-    rows,
-    width,
-    cosine_n,
-    sine_n,
     COSINE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -61,10 +50,8 @@ def _weigh_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    """A program makes the weights of one region of one sample, BLOCK_N sources at a time. All of them fill the rotary
-    tables, if there are any, which samples share.
+    """A program makes the weights of one region of one sample, BLOCK_N sources at a time.
 
     Rows of merge weights are scaled by sums over all sources; where these come in several chunks, unscaled weights wait
     in the scratch buffer, fp32 [B, R, n, k].
@@ -72,20 +59,6 @@ def _weigh_kernel(
     pair = tl.program_id(0)
     region = pair % regions
     sample = (pair // regions).to(tl.int64)
-    if cosines is not None:
-        gather_rotary_kernel(
-            destinations,
-            cosines,
-            sines,
-            merged_cosines,
-            merged_sines,
-            text,
-            rows,
-            width,
-            cosine_n,
-            sine_n,
-            BLOCK_D,
-        )
     tokens += sample * token_b
     merge += pair.to(tl.int64) * COUNT * SIZE
     unmerge += pair.to(tl.int64) * COUNT * SIZE
@@ -153,17 +126,12 @@ def weigh(
     *,
     similarity: str = "cosine",
     temperature: float = 0.001,
-    rotary: Rotary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.weigh`, in one launch for merging regions of up to 256 tokens."""
     batch, token_count, channels = tokens.shape
     samples, regions, count = destinations.shape
     size = token_count // regions
-    fits = size <= _WEIGH_SIZE and tokens.dtype in DTYPES
-    if rotary is not None and not (fits and is_gathered(rotary)):
-        gather_rotary(rotary, destinations[0].flatten())
-        rotary = None
-    if not fits:
+    if size > _WEIGH_SIZE or tokens.dtype not in DTYPES:
         return reference.weigh(tokens, order, destinations, similarity=similarity, temperature=temperature)
     tokens = tokens.detach()
     half = tokens.dtype != torch.float32
@@ -194,7 +162,6 @@ def weigh(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             BLOCK_C=block_size(channels, 32 if not half else 128 if block_k <= 64 else 64),
-            **table_arguments(rotary, regions * count),
             num_warps=warps,
         )
     return merge, unmerge

@@ -1,0 +1,47 @@
+"""AuraFlow: joint blocks, then single blocks on one sequence with text and registers first; positions are added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AuraFlowTransformer2DModel
+from diffusers.models.transformers.auraflow_transformer_2d import (
+    AuraFlowJointTransformerBlock,
+    AuraFlowSingleTransformerBlock,
+)
+
+from .base import BlockKind, Family, Ports, arguments, listed, random_input
+from .reading import Latents
+
+_CALL = arguments(AuraFlowTransformer2DModel)
+_BLOCK = arguments(AuraFlowJointTransformerBlock)
+_JOINT = BlockKind(Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")))
+_SINGLE = BlockKind(Ports(arguments(AuraFlowSingleTransformerBlock)("hidden_states"), text="first"))
+_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_TEXT_TOKENS = 256
+
+
+def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
+    config = transformer.config
+    return {
+        "hidden_states": random_input(transformer, batch, config.in_channels, height, width),
+        "encoder_hidden_states": random_input(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
+        "timestep": torch.full((batch,), 0.5, device=transformer.device, dtype=transformer.dtype),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="auraflow",
+        title="AuraFlow",
+        denoiser=AuraFlowTransformer2DModel,
+        pipelines=("AuraFlowPipeline",),
+        steps="50",
+        blocks=listed(("joint_transformer_blocks", _JOINT, "joint"), ("single_transformer_blocks", _SINGLE, "single")),
+        read=_CALLS.read,
+        plan_call=_CALLS.plan,
+        unit=_CALLS.unit,
+        example=_example,
+    ),
+)

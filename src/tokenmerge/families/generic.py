@@ -1,0 +1,113 @@
+"""Denoisers without a table: their blocks can be held, once a call has shown how they follow each other."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import TokenMergeError
+from .base import Block, BlockKind, Family, Ports
+from .calls import DenoiserCall
+from .reading import latest
+
+_KIND = BlockKind(Ports())
+# What forwards call the time of a step.
+_TIMES = (
+    *("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps", "decoder_noise_time", "bb_ca_time"),
+    *("sigma", "r"),
+)
+# Whose times rise along a picture, by the start of their class's name.
+_RISING = ("Ideogram4", "Lumina", "OmniGen", "RFD4", "ZImage")
+# What a call does with a cache of keys and values, if blocks do not write to it.
+_READING = ("cached", "inject")
+
+# Why some cannot be merged, by the start of their class's name.
+OBSTACLES = {
+    "Sana": "its feed-forward layers are convolutions, which need every token in its place",
+    "HiDream": "its blocks cut their own sequence into image and text by a count of tokens",
+    "OmniGen": "its attention mask has rows and columns for every token",
+}
+_UNKNOWN = "there is no table that tells where its image tokens are"
+
+
+def generic_family(denoiser: nn.Module) -> Family:
+    """A family for a denoiser of any class that nothing keeps from being held."""
+    name = type(denoiser).__name__
+    obstacle = next((reason for start, reason in OBSTACLES.items() if name.startswith(start)), _UNKNOWN)
+    return Family(
+        name="generic",
+        title="any other denoiser of diffusers",
+        denoiser=type(denoiser),
+        pipelines=(),
+        steps="",
+        blocks=candidates,
+        read=_read,
+        plan_call=lambda *_: DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(())),
+        example=lambda *_: {},
+        unit=lambda denoiser, scale: scale,
+        unmergeable=lambda denoiser: obstacle,
+        learned=True,
+    )
+
+
+def unholdable(module: nn.Module) -> str:
+    """Why a module cannot be held without a table, if that is seen before it runs."""
+    if not set(_names(module)).intersection(_TIMES):
+        return "its forward takes no timestep, by which steps are told apart"
+    if not candidates(module):
+        return "it has no list of blocks of one class"
+    return ""
+
+
+def candidates(denoiser: nn.Module) -> list[Block]:
+    """Blocks of every list whose members are of one class, but for lists inside of such blocks."""
+    found: list[Block] = []
+    inside: set[nn.Module] = set()
+    for name, module in denoiser.named_modules():
+        if module in inside or not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        kinds = {type(block) for block in module}
+        # Single layers of torch are no blocks.
+        if len(kinds) > 1 or next(iter(kinds)).__module__.startswith("torch.nn"):
+            continue
+        for number, block in enumerate(module):
+            found.append(Block(f"{name}.{number}", block, _KIND, name, line=name))
+            inside.update(block.modules())
+    return found
+
+
+def _names(denoiser: nn.Module) -> list[str]:
+    """Of the arguments of its forward."""
+    _, *names = inspect.signature(type(denoiser).forward).parameters
+    return names
+
+
+def _read(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+    given = {**dict(zip(_names(denoiser), args, strict=False)), **kwargs}
+    if _writes_cache(given):
+        raise TokenMergeError(
+            "this call fills a cache of keys and values, which held blocks would not; turn the cache off, or remove "
+            "first"
+        )
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    time = latest(next((given[name] for name in _TIMES if given.get(name) is not None), 0.0))
+    first = tensors[0] if tensors else time
+    batch = first.shape[0] if first.ndim else 1
+    # What is given and what is not: a ControlNet, or a mask, may come in some calls only.
+    names = tuple(name for name, value in given.items() if value is not None)
+    shapes = (names, tuple((tuple(each.shape), each.dtype) for each in tensors))
+    rises = type(denoiser).__name__.startswith(_RISING)
+    return DenoiserCall(batch, first.dtype, first.device, -time if rises else time, shapes=shapes)
+
+
+def _writes_cache(given: dict[str, Any]) -> bool:
+    """Whether blocks fill a cache in this call, as far as its arguments tell."""
+    if given.get("kv_cache_flag") is not None:
+        return bool(given["kv_cache_flag"]["is_cache_step"])
+    if given.get("kv_caches") is not None:
+        return given["kv_caches"][0].mode == "write"
+    return given.get("kv_cache") is not None and given.get("kv_cache_mode") not in _READING

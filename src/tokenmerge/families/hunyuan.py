@@ -1,0 +1,172 @@
+"""HunyuanImage, HunyuanVideo and HunyuanVideo 1.5: blocks that give out image before text; masks over both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import (
+    HunyuanImageTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
+)
+from diffusers.models.transformers import (
+    transformer_hunyuan_video,
+    transformer_hunyuan_video15,
+    transformer_hunyuanimage,
+)
+from torch import nn
+
+from .base import BlockKind, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
+from .reading import Latents
+
+_TEXT_TOKENS = 256
+
+
+def _kind(block: type[nn.Module], rotary: str, *, masks_image: bool = True) -> BlockKind:
+    argument = arguments(block)
+    mask = (PerToken(argument("attention_mask"), -1, text="after"),) if masks_image else ()
+    return BlockKind(
+        Ports(
+            argument("hidden_states"),
+            outputs=(0,),
+            text_tokens=argument("encoder_hidden_states"),
+            per_token=(*cos_sin(argument(rotary)), *mask),
+        )
+    )
+
+
+_IMAGE = tuple(
+    _kind(block, "image_rotary_emb")
+    for block in (
+        transformer_hunyuanimage.HunyuanImageTransformerBlock,
+        transformer_hunyuanimage.HunyuanImageSingleTransformerBlock,
+    )
+)
+_VIDEO = tuple(
+    _kind(block, rotary)
+    for block, rotary in (
+        (transformer_hunyuan_video.HunyuanVideoTransformerBlock, "freqs_cis"),
+        (transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock, "image_rotary_emb"),
+    )
+)
+# Its mask is of text alone.
+_VIDEO15 = _kind(transformer_hunyuan_video15.HunyuanVideo15TransformerBlock, "freqs_cis", masks_image=False)
+
+_IMAGE_CALLS = Latents(arguments(HunyuanImageTransformer2DModel), lambda config: (1, *config.patch_size)[-3:])
+_VIDEO_CALLS = Latents(
+    arguments(HunyuanVideoTransformer3DModel),
+    lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
+)
+_VIDEO15_CALLS = Latents(
+    arguments(HunyuanVideo15Transformer3DModel),
+    lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
+)
+
+
+def _texts(transformer: Any, batch: int) -> dict[str, Any]:
+    """What all three are given beside a latent."""
+    mask = torch.ones(batch, _TEXT_TOKENS, dtype=torch.int64, device=transformer.device)
+    return {
+        "timestep": torch.full((batch,), 500.0, device=transformer.device, dtype=transformer.dtype),
+        "encoder_hidden_states": random_input(transformer, batch, _TEXT_TOKENS, transformer.config.text_embed_dim),
+        "encoder_attention_mask": mask,
+    }
+
+
+def _second_text(transformer: Any, batch: int) -> dict[str, Any]:
+    width = transformer.config.text_embed_2_dim
+    if width is None:
+        return {}
+    mask = torch.ones(batch, _TEXT_TOKENS, dtype=torch.int64, device=transformer.device)
+    text = random_input(transformer, batch, _TEXT_TOKENS, width)
+    return {"encoder_hidden_states_2": text, "encoder_attention_mask_2": mask}
+
+
+def _image_example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
+    latent = random_input(transformer, batch, transformer.config.in_channels, height, width)
+    return {"hidden_states": latent, **_texts(transformer, batch), **_second_text(transformer, batch)}
+
+
+def _video_example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
+    config = transformer.config
+    given = {
+        "hidden_states": random_input(transformer, batch, config.in_channels, frames, height, width),
+        **_texts(transformer, batch),
+        "pooled_projections": random_input(transformer, batch, config.pooled_projection_dim),
+    }
+    if config.guidance_embeds:
+        given["guidance"] = torch.full((batch,), 6000.0, device=transformer.device, dtype=transformer.dtype)
+    return given
+
+
+def _video15_example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
+    config = transformer.config
+    return {
+        "hidden_states": random_input(transformer, batch, config.in_channels, frames, height, width),
+        **_texts(transformer, batch),
+        **_second_text(transformer, batch),
+        "image_embeds": torch.zeros(batch, 2, config.image_embed_dim, device=transformer.device).to(transformer.dtype),
+    }
+
+
+def _unmergeable_video(transformer: Any) -> str:
+    if transformer.config.image_condition_type != "token_replace":
+        return ""
+    return "HunyuanVideo I2V counts the tokens of its first frame, which it modulates apart from the others"
+
+
+def _blocks(transformer: Any) -> Any:
+    # Image-to-video has blocks of other classes, with the same arguments.
+    lists = ("transformer_blocks", _VIDEO[0], "joint"), ("single_transformer_blocks", _VIDEO[1], "single")
+    return listed(*lists, line="")(transformer)
+
+
+FAMILIES = (
+    Family(
+        name="hunyuanimage",
+        title="HunyuanImage 2.1",
+        denoiser=HunyuanImageTransformer2DModel,
+        pipelines=("HunyuanImagePipeline",),
+        steps="50",
+        scales=(32, 1),
+        blocks=listed(
+            ("transformer_blocks", _IMAGE[0], "joint"), ("single_transformer_blocks", _IMAGE[1], "single"), line=""
+        ),
+        read=_IMAGE_CALLS.read,
+        plan_call=_IMAGE_CALLS.plan,
+        unit=_IMAGE_CALLS.unit,
+        example=_image_example,
+    ),
+    Family(
+        name="hunyuanvideo",
+        title="HunyuanVideo",
+        denoiser=HunyuanVideoTransformer3DModel,
+        pipelines=("HunyuanVideoPipeline",),
+        steps="50",
+        merging="video",
+        frames=129,
+        blocks=_blocks,
+        read=_VIDEO_CALLS.read,
+        plan_call=_VIDEO_CALLS.plan,
+        unit=_VIDEO_CALLS.unit,
+        example=_video_example,
+        unmergeable=_unmergeable_video,
+        note="Image-to-video by token replacement: Hold alone. It counts the tokens of the first frame.",
+    ),
+    Family(
+        name="hunyuanvideo15",
+        title="HunyuanVideo 1.5",
+        denoiser=HunyuanVideo15Transformer3DModel,
+        pipelines=("HunyuanVideo15Pipeline",),
+        steps="50",
+        merging="video",
+        frames=121,
+        scales=(16, 4),
+        blocks=listed(("transformer_blocks", _VIDEO15, "joint")),
+        read=_VIDEO15_CALLS.read,
+        plan_call=_VIDEO15_CALLS.plan,
+        unit=_VIDEO15_CALLS.unit,
+        example=_video15_example,
+    ),
+)

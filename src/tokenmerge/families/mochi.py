@@ -1,0 +1,54 @@
+"""Mochi: joint blocks that give out video before text, whose tokens are narrower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import MochiTransformer3DModel
+from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
+
+from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
+from .reading import Latents
+
+_CALL = arguments(MochiTransformer3DModel)
+_BLOCK = arguments(MochiTransformerBlock)
+_JOINT = BlockKind(
+    Ports(
+        _BLOCK("hidden_states"),
+        outputs=(0,),
+        text_tokens=_BLOCK("encoder_hidden_states"),
+        per_token=cos_sin(_BLOCK("image_rotary_emb")),
+    )
+)
+_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+
+
+def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
+    config, device = transformer.config, transformer.device
+    text = config.max_sequence_length
+    return {
+        "hidden_states": random_input(transformer, batch, config.in_channels, frames, height, width),
+        "encoder_hidden_states": random_input(transformer, batch, text, config.text_embed_dim),
+        "timestep": torch.full((batch,), 500, device=device),
+        "encoder_attention_mask": torch.ones(batch, text, dtype=torch.bool, device=device),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="mochi",
+        title="Mochi 1",
+        denoiser=MochiTransformer3DModel,
+        pipelines=("MochiPipeline",),
+        steps="64",
+        merging="video",
+        frames=85,
+        scales=(8, 6),
+        blocks=listed(("transformer_blocks", _JOINT, "joint")),
+        read=_CALLS.read,
+        plan_call=_CALLS.plan,
+        unit=_CALLS.unit,
+        example=_example,
+    ),
+)

@@ -1,0 +1,123 @@
+"""How calls are read: from the shape of a latent, from the ids of tokens, or from sizes given beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Argument, as_tensor
+from .calls import DenoiserCall, TokenGrid
+
+
+def planned(*grids: TokenGrid) -> DenoiserCall:
+    """A call without tensors."""
+    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), grids)
+
+
+def latest(timestep: Any) -> Tensor:
+    """One timestep for each sample. Where every token has its own, those of a given image are 0."""
+    given = as_tensor(timestep)
+    return given.flatten(1).amax(1) if given.ndim > 1 else given
+
+
+def length(argument: Argument | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Tokens of a text argument [B, T, ...]."""
+    text = None if argument is None else argument.read(args, kwargs)
+    return 0 if text is None else int(text.shape[1])
+
+
+def conditioned(
+    height: int, width: int, frames: int, timestep: Any, may_be_given: bool = False
+) -> tuple[TokenGrid, ...]:
+    """The grids of a video. Where every token has a timestep the first frame may be a given image, which must not merge
+    with the others. may_be_given: it may be one elsewhere too."""
+    per_token = isinstance(timestep, Tensor) and timestep.ndim > 1 and timestep.shape[1] > 1
+    if not (per_token or may_be_given) or frames == 1:
+        return (TokenGrid(height, width, frames),)
+    return TokenGrid(height, width), TokenGrid(height, width, frames - 1)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Calls that are given a latent, [B, C, H, W] or [B, C, F, H, W] or its channels last, and cut it into patches."""
+
+    argument: Callable[[str], Argument]
+    patch: Callable[[Any], tuple[int, int, int]]  # frames, height and width of a token, from the config
+    latent: str = "hidden_states"
+    text: str | None = "encoder_hidden_states"
+    frames_axis: int = 2
+    rises: bool = False  # whether timesteps rise along a picture
+    channels_last: bool = False
+    # Whether the first frame may be a given image though one timestep is of all tokens, from the config.
+    may_be_given: Callable[[Any], bool] = lambda config: False
+
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        latent = self.argument(self.latent).read(args, kwargs)
+        given = self.argument("timestep").read(args, kwargs)
+        height, width = latent.shape[-3:-1] if self.channels_last else latent.shape[-2:]
+        frames = latent.shape[self.frames_axis] if latent.ndim == 5 else 1
+        timestep = latest(given)
+        return DenoiserCall(
+            latent.shape[0],
+            latent.dtype,
+            latent.device,
+            -timestep if self.rises else timestep,
+            self._grids(denoiser, height, width, frames, given),
+            text_tokens=length(self.argument(self.text) if self.text else None, args, kwargs),
+        )
+
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        return planned(*self._grids(denoiser, height, width, frames))
+
+    def _grids(
+        self, denoiser: Any, height: int, width: int, frames: int, timestep: Any = None
+    ) -> tuple[TokenGrid, ...]:
+        per_frame, per_row, per_column = self.patch(denoiser.config)
+        sides = height // per_row, width // per_column, max(1, frames // per_frame)
+        return conditioned(*sides, timestep, self.may_be_given(denoiser.config))
+
+    def unit(self, denoiser: Any, scale: int) -> int:
+        return self.patch(denoiser.config)[1] * scale
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Calls that are given packed tokens [B, N, C], with the image number, row and column of each. Pipelines pack 2x2
+    latents into a token."""
+
+    argument: Callable[[str], Argument]
+    ids: str = "img_ids"
+
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        tokens = self.argument("hidden_states").read(args, kwargs)
+        ids = self.argument(self.ids).read(args, kwargs)
+        # Rows of text may come first. A fourth column is of text alone.
+        ids = (ids[0] if ids.ndim == 3 else ids)[-tokens.shape[1] :, :3]
+        return DenoiserCall(
+            tokens.shape[0],
+            tokens.dtype,
+            tokens.device,
+            as_tensor(self.argument("timestep").read(args, kwargs)),
+            ids=ids,
+            text_tokens=length(self.argument("encoder_hidden_states"), args, kwargs),
+        )
+
+    @staticmethod
+    def plan(denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        return planned(TokenGrid(height // 2, width // 2))
+
+    @staticmethod
+    def unit(denoiser: Any, scale: int) -> int:
+        return 2 * scale
+
+
+def ids_of(height: int, width: int, columns: int = 3) -> Tensor:
+    """Ids [N, columns] of one image, as pipelines give them."""
+    rows, places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    ids = torch.zeros(height, width, columns)
+    ids[..., 1], ids[..., 2] = rows, places
+    return ids.view(-1, columns)

@@ -1,0 +1,90 @@
+"""Errors: how far extrapolations were off, which every kept step shows for nothing. They are read late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..runtime.levels import Place
+from ..runtime.timeline import Kept, bend_of
+from .residuals import Residual
+
+
+@dataclass
+class Measured:
+    """The error of extrapolating to one kept step, from what was known before it."""
+
+    now: Place
+    kept: Kept
+    calls: list[_Reading] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """Relative, of the worst sample and call; NaN if any is."""
+        read = [call.value for call in self.calls]
+        return math.nan if any(map(math.isnan, read)) else max(read)
+
+    @property
+    def bend(self) -> float | None:
+        return bend_of(self.error, self.now, self.kept)
+
+    def drift(self, held: Sequence[Place]) -> float:
+        """How far the picture drifted in the steps that were held since the last kept one."""
+        if not held or self.bend is None:
+            return 0.0
+        *before, last = held
+        return self.kept._replace(bend=self.bend, held=tuple(before)).drift_to(last) or 0.0
+
+
+class Errors:
+    """The errors of one image, in the order of its steps."""
+
+    def __init__(self) -> None:
+        self.measured: list[Measured] = []
+        self.assumed: float | None = None  # how much residuals bend, where weights are random and tell nothing of it
+
+    def begin_image(self) -> None:
+        self.measured = []
+
+    def note(self, now: Place, kept: Kept, residuals: Sequence[Residual]) -> None:
+        """At the end of a call that was kept: its error over all runs of blocks, by the worst sample."""
+        if not self.measured or self.measured[-1].now.number != now.number:
+            self.measured.append(Measured(now, kept))
+        off, length = torch.stack([residual.squares for residual in residuals]).sum(0)
+        self.measured[-1].calls.append(_Reading((off / length).max().sqrt()))
+
+    def bend(self, before: int) -> float | None:
+        """What the last error before a step told of how much residuals bend; None if there was none."""
+        known = [each for each in self.measured if each.now.number < before]
+        if known and self.assumed is not None:
+            return self.assumed
+        return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
+
+    @property
+    def nonsense(self) -> int:
+        """How many errors were not finite."""
+        return sum(not math.isfinite(each.error) for each in self.measured)
+
+
+class _Reading:
+    """A number on its way from the device."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._number = number
+        if number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    @property
+    def value(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return float(self._number)

@@ -1,0 +1,107 @@
+"""How noisy every step of a schedule is, and where that places it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# Of noise to signal: at first there may be no signal (zero terminal SNR, flows), and in the end no noise.
+_LEAST, _MOST = 1e-4, 1e4
+# Below the first a picture shows; above the second there is noise alone, where some schedules begin.
+_SHOWS, _ALONE = 15.0, 100.0
+# Of a schedule that is not known: its steps, and how far they lie apart.
+_USUAL_STEPS, _USUAL_DISTANCE = 30, 0.1
+
+
+class Place(NamedTuple):
+    """Where a step lies in its schedule."""
+
+    number: int
+    at: float  # what residuals are extrapolated in; it rises along a picture
+    share: float | None = None  # of steps that lie behind, if it is known how many there are
+    cleared: float | None = None  # the same of noise
+    weight: float = 1.0 / _USUAL_STEPS  # how far the step moves the picture
+    bends: float = 1.0  # how much residuals bend here, as a rule
+    last: bool = False
+
+
+def place_at(number: int, total: int | None, levels: Sequence[float], gain: float = 1.0) -> Place:
+    """Where a step lies. levels: of noise to signal, of every step; where they are not known, steps are counted. gain:
+    by which a solver magnifies errors.
+
+    Residuals run straightest over the square root of the level, and bend more as that falls (docs/holding.md).
+    """
+    share = number / total if total else None
+    last = total is not None and number >= total - 1
+    if number >= len(levels):
+        return Place(number, _USUAL_DISTANCE * number, share, share, last=last)
+    before, now, after = (_way(levels, max(0, each)) for each in (number - 1, number, number + 1))
+    # Between its neighbours: solvers of second order have every level twice, and move once for both.
+    weight = gain * abs(before - after) / (2 if number else 1)
+    cleared = 1.0 - min(now / _way([_SHOWS], 0), 1.0)
+    root = math.sqrt(levels[number])
+    return Place(number, -root, share, cleared, weight, 1.0 / root, last)
+
+
+def _way(levels: Sequence[float], number: int) -> float:
+    """How far the picture at a step still has to go: by its noise in the end, by less while there is much of it."""
+    return math.sqrt(1.0 + min(levels[number], _ALONE)) - 1.0 if number < len(levels) else 0.0
+
+
+def even_levels(total: int) -> list[float]:
+    """Of a flow whose noise falls by as much at every step."""
+    return [share / max(1.0 - share, _LEAST) for share in (1.0 - number / total for number in range(total))]
+
+
+def noise_levels(scheduler: Any) -> list[float] | None:
+    """The ratio of noise to signal at every timestep; None where a scheduler does not tell."""
+    timesteps, sigmas = getattr(scheduler, "timesteps", None), getattr(scheduler, "sigmas", None)
+    if timesteps is None or not len(timesteps):
+        return None
+    if isinstance(sigmas, Tensor) and len(sigmas) >= len(timesteps):
+        known = sigmas.tolist()[: len(timesteps)]
+        ratios: list[float] | None = _of_sigmas(known, getattr(scheduler, "config", None) or {})
+    else:
+        ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
+    return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+
+
+def error_gain(scheduler: Any) -> float:
+    """By how much a solver magnifies errors: those of second order step ahead by half of the last change as well."""
+    return 1.5 if (getattr(scheduler, "config", None) or {}).get("solver_order", 1) > 1 else 1.0
+
+
+def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
+    """The same of a schedule that is yet to be set; None where that takes more than the number of steps."""
+    if not hasattr(scheduler, "from_config"):
+        return None
+    trial = type(scheduler).from_config(scheduler.config)
+    try:
+        trial.set_timesteps(steps)
+    except (TypeError, ValueError):
+        return None
+    # Solvers of second order have more timesteps than steps.
+    return noise_levels(trial) if len(trial.timesteps) == steps else None
+
+
+def _of_sigmas(sigmas: list[float], config: Any) -> list[float]:
+    """A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a signal of 1."""
+    flows = config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(sigmas) <= 1.0
+    if not flows:
+        return [sigma / config.get("sigma_data", 1.0) for sigma in sigmas]
+    noise = [1.0 - sigma for sigma in sigmas] if config.get("invert_sigmas") else sigmas
+    return [share / max(1.0 - share, _LEAST) for share in noise]
+
+
+def _of_alphas(timesteps: Any, alphas: Any) -> list[float] | None:
+    """The noise that a model was trained with at each of its timesteps."""
+    if not isinstance(alphas, Tensor) or not isinstance(timesteps, Tensor):
+        return None
+    places = timesteps.long().cpu()
+    if int(places.min()) < 0 or int(places.max()) >= len(alphas):
+        return None
+    signal = alphas.cpu().double()[places].clamp(min=_MOST**-2)
+    return ((1.0 - signal) / signal).sqrt().tolist()

@@ -1,0 +1,23 @@
+"""One control from 'same picture' to 'fastest': techniques by name, for people who do not want to know fields."""
+
+from __future__ import annotations
+
+from ..config import Hold, Techniques
+
+# From the picture of the plain model to the fewest full steps. Each goes by its own picture's errors.
+SPEEDS: dict[str, Techniques] = {
+    "plain": Techniques(),
+    "careful": Techniques(hold=Hold(tolerance=0.005)),
+    "balanced": Techniques(hold=Hold()),
+    "fast": Techniques(hold=Hold(tolerance=0.06)),
+    "fastest": Techniques(hold=Hold(tolerance=0.2)),
+}
+# The same for pictures in batches: steps are fixed, so that no picture depends on others.
+BATCHED_SPEEDS: dict[str, Techniques] = {
+    "plain": Techniques(),
+    "careful": Techniques(hold=Hold(every=2)),
+    "balanced": Techniques(hold=Hold(every=3)),
+    "fast": Techniques(hold=Hold(every=5)),
+    "fastest": Techniques(hold=Hold(every=8)),
+}
+DEFAULT = "balanced"

@@ -1,0 +1,184 @@
+"""Pitfalls of single models, each of which went wrong once or would in silence. Those of noise, of regions and of
+merged rows in general are in `runtime/test_noise.py`, `merging/test_laws.py` and `test_contract.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import tiny
+import tokenmerge
+import zoo
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.families import family_of
+from tokenmerge.families.calls import TokenGrid
+from tokenmerge.merging.grid import partition_grids
+from tokenmerge.runtime.noise import adds_noise
+
+HOLD = Hold(every=2, start=0.0)
+
+
+def built(name: str) -> Any:
+    pipe = zoo.MODELS[name].build()
+    return pipe, zoo.denoisers(pipe)[0]
+
+
+def calls(denoiser: Any, given: dict[str, Any], factors: list[float]) -> list[Any]:
+    key = "timestep" if "timestep" in given else "t"
+    with torch.no_grad():
+        return [denoiser(**{**given, key: given[key] * factor}, return_dict=False)[0] for factor in factors]
+
+
+# Schedulers
+
+
+@pytest.mark.parametrize("name", ["CogVideoXDPMScheduler", "SCMScheduler"])
+def test_schedulers_that_a_plain_trial_cannot_step_add_noise(name: str) -> None:
+    assert adds_noise(getattr(diffusers, name)())
+
+
+def test_cogvideox_is_not_held_under_a_scheduler_that_adds_noise() -> None:
+    """Its step takes the last prediction second, where others take the timestep."""
+    pipe, _ = built("cogvideox-5b")
+    pipe.scheduler = diffusers.CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
+    with pytest.raises(TokenMergeError, match="CogVideoXDPMScheduler adds noise"):
+        tokenmerge.apply(pipe, HOLD)
+    tokenmerge.apply(pipe, Merge())
+    zoo.draw(pipe, zoo.MODELS["cogvideox-5b"], steps=4)
+    assert tokenmerge.summary(pipe).steps == {"merged": 4}
+
+
+# Times
+
+
+@pytest.mark.parametrize("name", ["zimage", "lumina2"])
+def test_times_that_rise_are_the_steps_of_one_image(name: str) -> None:
+    _, denoiser = built(name)
+    given = family_of(denoiser).example(denoiser, 1, 16, 16)
+    tokenmerge.apply(denoiser, HOLD)
+    calls(denoiser, given, [0.2, 0.4, 0.6, 0.8])
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+    calls(denoiser, given, [0.2, 0.4])
+    assert tokenmerge.summary(denoiser).steps == {"full": 1, "held": 1}
+
+
+def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
+    """Wan 2.2 TI2V gives a time for every token, which is 0 for those of the image."""
+    _, denoiser = built("wan2.2-ti2v-image")
+    given = family_of(denoiser).example(denoiser, 1, 8, 8, 3)
+    tokens = 3 * 4 * 4
+    times = torch.full((1, tokens), 900.0)
+    times[:, : tokens // 3] = 0
+    given["timestep"] = times
+    read = family_of(denoiser).read(denoiser, (), given)
+    assert float(read.timestep) == 900.0
+    assert read.grids == (TokenGrid(4, 4), TokenGrid(4, 4, 2))
+    tokenmerge.apply(denoiser, HOLD)
+    calls(denoiser, given, [1.0, 0.9, 0.8, 0.7])
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+
+
+# Text
+
+
+def test_text_of_two_lengths_in_one_step() -> None:
+    """Qwen's two calls of a step have texts of their own length: their residuals must not meet."""
+    pipe, _denoiser = built("qwen")
+    model = zoo.MODELS["qwen"]
+    tokenmerge.apply(pipe, HOLD)
+    found = zoo.draw(pipe, model, steps=6, text=5, negative_text=9)
+    assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 3}
+    assert found.isfinite().all()
+    assert torch.equal(zoo.draw(pipe, model, steps=6, text=5, negative_text=9), found)
+
+
+# Regions
+
+
+@pytest.mark.parametrize("spec", ["tile:4x4", "tile:8x8"])
+@pytest.mark.parametrize(
+    "grids",
+    [
+        (TokenGrid(83, 83), TokenGrid(64, 64)),  # Qwen-Image-Edit
+        (TokenGrid(30, 52, 3),),  # Wan at 480p
+        (TokenGrid(45, 80, 2),),  # Wan at 720p
+        (TokenGrid(30, 53, 2),),  # HunyuanVideo 1.5 at 480p
+    ],
+    ids=str,
+)
+def test_ragged_tiles_of_real_sizes_straddle_neither_images_nor_frames(spec: str, grids: tuple[TokenGrid, ...]) -> None:
+    partition = partition_grids(grids, Merge(regions=spec))
+    tokens, size = partition.layout.tokens, partition.layout.select_size
+    order = torch.arange(tokens) if partition.order is None else partition.order
+    areas = torch.tensor([grid.area for grid in partition.grids for _ in range(grid.frames)])
+    frames = torch.repeat_interleave(torch.arange(len(areas)), areas)[order].view(-1, size)
+    assert size > 1
+    assert bool((frames == frames[:, :1]).all())
+
+
+# What cannot be merged, and what is held nonetheless
+
+
+def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
+    transformer = tiny._seeded(
+        lambda: diffusers.HunyuanVideoTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=8,
+            num_layers=3,
+            num_single_layers=3,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 2, 2),
+            guidance_embeds=False,
+            image_condition_type="token_replace",
+        )
+    )
+    with pytest.raises(TokenMergeError, match=r"counts the tokens of its first frame.*use Hold"):
+        tokenmerge.apply(transformer, Merge())
+    given = family_of(transformer).example(transformer, 1, 8, 8, 3)
+    plain = calls(transformer, given, [1.0, 0.9])
+    tokenmerge.apply(transformer, HOLD)
+    found = calls(transformer, given, [1.0, 0.9])
+    assert torch.equal(found[0], plain[0])
+    assert tokenmerge.summary(transformer).steps == {"full": 1, "held": 1}
+
+
+def test_calls_that_fill_a_cache_of_keys_and_values_are_not_merged() -> None:
+    """As klein does with its reference images."""
+    _, denoiser = built("flux2-klein")
+    given = family_of(denoiser).example(denoiser, 1, 16, 16)
+    tokenmerge.apply(denoiser, Merge())
+    with pytest.raises(TokenMergeError, match="cache of keys and values"):
+        denoiser(**given, kv_cache_mode="extract")
+
+
+def test_what_a_controlnet_shares_with_its_denoiser_is_left_alone() -> None:
+    """That of Z-Image runs the denoiser's noise refiner, outside of its calls."""
+    pipe, denoiser = built("zimage-controlnet")
+    shared = {id(module) for module in pipe.controlnet.modules()} & {id(module) for module in denoiser.modules()}
+    tokenmerge.apply(pipe, [Merge(), HOLD])
+    zoo.draw(pipe, zoo.MODELS["zimage-controlnet"], steps=4)
+    touched = {id(module) for module in denoiser.modules() if "forward" in vars(module)}
+    assert touched
+    assert not touched & shared
+    assert {name.split(".")[0] for name, module in denoiser.named_modules() if "forward" in vars(module)} == {"layers"}
+
+
+# Shapes of residuals
+
+
+@pytest.mark.parametrize("name", ["wan2.1", "flux1-kontext"])
+def test_all_blocks_in_a_row_have_one_residual(name: str) -> None:
+    """A block of Wan at 720p would take 0.8 GB for each."""
+    pipe, denoiser = built(name)
+    tokenmerge.apply(pipe, HOLD)
+    zoo.draw(pipe, zoo.MODELS[name], steps=4, guided=False)
+    holding = vars(denoiser)["_tokenmerge"].holding
+    kept = [each for run in holding.runs for each in run._residuals.values() if each.nbytes]
+    assert len(kept) == 1

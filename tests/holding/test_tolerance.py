@@ -1,0 +1,226 @@
+"""Hold by a tolerance: full steps show how far off it was, and that decides how long is held."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import tokenmerge
+import tokenmerge_models
+from tokenmerge import Hold, Merge
+from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.runtime.state import APPLIED
+
+KINDS = ("sdxl", "sd3", "flux")
+
+
+def steps_of(pipe: Any, **call: Any) -> tuple[torch.Tensor, list[str]]:
+    """A picture, and the kind of each of its denoiser calls."""
+    denoiser, kinds = denoiser_of(pipe), []
+    handle = denoiser.register_forward_pre_hook(lambda *_: kinds.append(vars(denoiser)[APPLIED].state.step.kind))
+    try:
+        return tiny.draw(pipe, **call), kinds
+    finally:
+        handle.remove()
+
+
+def errors_of(pipe: Any) -> list[Any]:
+    return vars(denoiser_of(pipe))[APPLIED].holding.errors.measured
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("merge", [None, Merge(regions="tile:2x2")], ids=["alone", "with merge"])
+def test_pictures_and_decisions_repeat(kind: str, merge: Merge | None) -> None:
+    techniques = [each for each in (merge, Hold(tolerance=0.5, start=0.0)) if each is not None]
+    pipe = tokenmerge.apply(tiny.build(kind), techniques)
+    first, kinds = steps_of(pipe, steps=16)
+    assert kinds.count("held") >= 2
+    assert kinds[0] != "held"
+    assert kinds[-1] != "held"
+    for _ in range(2):
+        again, kinds_again = steps_of(pipe, steps=16)
+        assert torch.equal(first, again)
+        assert kinds == kinds_again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_smaller_tolerance_holds_less_and_drifts_less(kind: str) -> None:
+    pipe = tiny.build(kind)
+    plain = tiny.draw(pipe, steps=20)
+    held, drifts = [], []
+    for tolerance in (1e-6, 0.1, 10.0):
+        picture, kinds = steps_of(tokenmerge.apply(pipe, Hold(tolerance=tolerance, start=0.0)), steps=20)
+        held.append(kinds.count("held"))
+        drifts.append(float((picture - plain).norm()))
+    assert held[0] == 0
+    assert drifts[0] == 0.0, "where nothing is held, a picture is as plain"
+    assert held[0] < held[1] <= held[2]
+    assert 0 < drifts[1] <= drifts[2]
+
+
+def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
+    """By hand, from what the stages change in three steps."""
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=2, start=0.0, what="stages"))
+    holding, residuals = vars(pipe.unet)[APPLIED].holding, {}
+
+    def keep(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        residuals[step] = holding.runs[0].current.streams[0].value.clone()
+        return {}
+
+    tiny.draw(pipe, steps=8, callback_on_step_end=keep)
+    measured = errors_of(pipe)[0]
+    kept = measured.kept
+    numbers = (kept.before.number, kept.last.number, measured.now.number)
+    before, last, now = (residuals[number] for number in numbers)
+    slope = (last - before) / (kept.last.at - kept.before.at)
+    expected = last + slope * (measured.now.at - kept.last.at)
+    by_sample = ((now - expected).flatten(1).norm(dim=1) / now.flatten(1).norm(dim=1)).max().item()
+    assert measured.error == pytest.approx(by_sample, rel=1e-4)
+
+
+def test_all_calls_of_a_step_do_the_same() -> None:
+    guided = {"true_cfg_scale": 3.0, "negative_prompt_embeds": tiny.noise(1, 5, tiny.TEXT_WIDTH, seed=9)}
+    guided["negative_pooled_prompt_embeds"] = tiny.noise(1, tiny.POOLED_WIDTH, seed=8)
+    pipe = tokenmerge.apply(tiny.build("flux"), Hold(tolerance=0.5, start=0.0))
+    _, kinds = steps_of(pipe, steps=12, **guided)
+    assert kinds[::2] == kinds[1::2]
+    assert "held" in kinds
+    assert all(len(measured.calls) == 2 for measured in errors_of(pipe))
+
+
+def test_a_batch_goes_by_its_worst_picture() -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=2, start=0.0))
+    tiny.draw(pipe, steps=8, batch=2)
+    together = [measured.error for measured in errors_of(pipe)]
+    holding = vars(pipe.unet)[APPLIED].holding
+    (off, length) = holding.runs[0]._residuals.popitem()[1].squares
+    by_sample = (off / length).sqrt()
+    assert len(by_sample) == 4, "two pictures, each with and without its prompt"
+    assert together[-1] == pytest.approx(by_sample.max().item())
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
+def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float) -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0))
+    residual = type(vars(pipe.unet)[APPLIED].holding.runs[0]), 3
+
+    def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == residual[1]:
+            # As where fp16 overflows: the next kept step is compared with this.
+            vars(pipe.unet)[APPLIED].holding.runs[0].current.streams[0].value.fill_(nonsense)
+        return {}
+
+    _, kinds = steps_of(pipe, steps=12, callback_on_step_end=spoil)
+    wrong = next(each.now.number for each in errors_of(pipe) if not math.isfinite(each.error))
+    assert "held" not in kinds[wrong + 2 : wrong + 3]
+    assert "not finite" in str(tokenmerge.summary(pipe))
+    clean, _ = steps_of(pipe, steps=12)
+    assert clean.isfinite().all(), "nothing of it is left in the next picture"
+    assert "not finite" not in str(tokenmerge.summary(pipe))
+
+
+def test_a_bare_denoiser_counts_steps() -> None:
+    denoiser = denoiser_of(tiny.build("sd3"))
+    tokenmerge.apply(denoiser, Hold(tolerance=0.5, start=0.0))
+    state, example = vars(denoiser)[APPLIED].state, family_of(denoiser).example(denoiser, 1, 16, 16)
+    kinds = []
+    with torch.no_grad():
+        for step in range(12):
+            denoiser(**{**example, "timestep": example["timestep"] * 0 + 900 - 50 * step}, return_dict=False)
+            kinds.append(state.step.kind)
+    assert "held" in kinds
+
+
+# On a trained model.
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    loaded = diffusers.StableDiffusionXLPipeline.from_pretrained(tokenmerge_models.models()["tiny-sdxl"])
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.fixture
+def pipe(trained: Any) -> Iterator[Any]:
+    scheduler = trained.scheduler
+    yield trained
+    tokenmerge.remove(trained)
+    trained.scheduler = scheduler
+
+
+def draw(pipe: Any, steps: int = 20, **call: Any) -> np.ndarray:
+    known = json.loads((Path(tokenmerge_models.models()["tiny-sdxl"]) / "tokenmerge.json").read_text())["call"]
+    generator = torch.Generator().manual_seed(0)
+    size = {"height": 128, "width": 128, "num_inference_steps": steps}
+    arguments = {"prompt": "a photo of a sunflower", "generator": generator, "output_type": "np", **size, **known}
+    return 255 * pipe(**{**arguments, **call}).images[0]
+
+
+def mse(one: np.ndarray, other: np.ndarray) -> float:
+    return float(((one - other) ** 2).mean())
+
+
+SCHEDULES = {
+    "euler with karras": (diffusers.EulerDiscreteScheduler, {"use_karras_sigmas": True}),
+    "dpm++ with karras": (diffusers.DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
+    "dpm++": (diffusers.DPMSolverMultistepScheduler, {"rescale_betas_zero_snr": False}),
+    "ddim": (diffusers.DDIMScheduler, {}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pictures_hold_under_every_schedule(pipe: Any, name: str) -> None:
+    """Counted steps would give an MSE of 2044 and 5114 under Karras sigmas with zero terminal SNR."""
+    scheduler, changes = SCHEDULES[name]
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **changes)
+    plain = draw(pipe)
+    held = draw(tokenmerge.apply(pipe, Hold()))
+    assert mse(plain, held) < 15
+    assert tokenmerge.summary(pipe).steps["held"] >= 5
+
+
+def test_a_summary_tells_how_far_a_picture_drifted(pipe: Any) -> None:
+    """In order, and roughly right, without a plain picture."""
+    plain, found = draw(pipe, 28), []
+    for technique in (Hold(tolerance=0.005), Hold(), Hold(tolerance=0.2)):
+        error = mse(plain, draw(tokenmerge.apply(pipe, technique), 28))
+        told = tokenmerge.summary(pipe)
+        assert told.drift.calibrated
+        assert "Estimated PSNR to the plain image" in str(told)
+        found.append((told.drift.psnr, 10 * math.log10(255**2 / error)))
+    estimates = [estimate for estimate, _ in found]
+    assert estimates == sorted(estimates, reverse=True)
+    assert all(abs(estimate - true) < 10 for estimate, true in found), found
+
+
+def test_a_drift_that_was_never_compared_says_so() -> None:
+    pipe = tokenmerge.apply(tiny.build("sd3"), Hold(every=2, start=0.0))
+    assert tokenmerge.summary(pipe).drift is None
+    tiny.draw(pipe, steps=10)
+    assert not tokenmerge.summary(pipe).drift.calibrated
+    assert "never compared with true ones" in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("steps", [8, 12, 20, 28, 40, 60])
+def test_more_full_steps_do_not_drift_more(pipe: Any, steps: int) -> None:
+    """Of pictures that hardly drift it does not count which drifts less."""
+    plain = draw(pipe, steps)
+    found = []
+    for technique in (*(Hold(every=every) for every in (2, 3, 5, 8)), Hold(tolerance=0.005), Hold()):
+        picture = draw(tokenmerge.apply(pipe, technique), steps)
+        found.append((tokenmerge.summary(pipe).steps["full"], max(mse(plain, picture), 1.0)))
+    for kinds in (found[:4], found[4:]):
+        for (more, one), (fewer, other) in itertools.pairwise(kinds):
+            assert more >= fewer
+            assert one <= 1.25 * other, found
