@@ -1,0 +1,54 @@
+"""`tokenmerge demo`: a page that draws pictures plain and fast."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..fields import parse_as
+from . import options as shared
+
+_MODELS = ("tiny-sdxl", "tiny-flux")
+_HOST, _PORT = "127.0.0.1", 7860
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="open a page that draws pictures plain and fast, side by side",
+        description=shared.described(
+            "Serve a page on this machine. It draws a picture plain and with a technique, shows both with a slider "
+            "between them, and tells times and drift. Visitors choose among the models that are named here, and name "
+            "no others. Only safetensors are loaded, and no code beside a model runs.",
+        ),
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        action="extend",
+        metavar="MODEL",
+        help="bundled models (tiny-flux, tiny-sdxl), folders or hub ids; the first is loaded at once "
+        f"(default: {' '.join(_MODELS)})",
+    )
+    parser.add_argument(
+        "--host",
+        default=_HOST,
+        help="address to serve at; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=parse_as(int), default=_PORT, metavar="N", help="port (default: %(default)s)")
+    shared.add_machine_options(parser)
+    shared.add_dtype(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    from ..demo.serving import serve
+
+    serve(
+        options.models or _MODELS,
+        host=options.host,
+        port=options.port,
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+    )

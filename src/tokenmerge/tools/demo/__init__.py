@@ -1,0 +1,6 @@
+"""`tokenmerge demo`: a page on this machine that draws a picture plain and fast, side by side."""
+
+import os
+
+# Gradio reads it when it is imported.
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

@@ -1,0 +1,66 @@
+"""The HTTP endpoint `draw`: what the page does, for programs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+from gradio.events import api
+from PIL import Image
+
+from ...errors import TokenMergeError
+from ..files import finite
+from .orders import read_order, read_technique
+from .pairs import Easel, Pair, Progress, Side
+
+NAME = "draw"
+
+
+def add_endpoint(easel: Easel, queue: str) -> None:
+    """Add it to the page that is being built. queue: the one that it shares with the page."""
+
+    def draw(prompt: str, technique: str, model: str, seed: int, steps: int, size: str) -> Iterator[dict[str, Any]]:
+        """Draw a picture plain and fast; tells its steps, and at last both pictures as PNG in base64."""
+        try:
+            order = read_order(
+                easel.models,
+                model=model,
+                prompt=prompt,
+                seed=seed,
+                steps=steps,
+                size=size,
+                configuration=read_technique(technique),
+            )
+            for news in easel.draw(order):
+                yield result(news) if isinstance(news, Pair) else _told(news)
+        except TokenMergeError as error:
+            raise gr.Error(str(error), print_exception=False) from error
+
+    api(draw, api_name=NAME, concurrency_limit=1, concurrency_id=queue)
+
+
+def result(pair: Pair) -> dict[str, Any]:
+    """A pair as JSON."""
+    made = {"plain": pair.plain, "fast": pair.fast}
+    shots = {
+        side: {key: value for key, value in shot.to_dict().items() if key != "cache"} | {"png": _png(shot.picture)}
+        for side, shot in made.items()
+    }
+    return finite({"done": True, **shots, "summary": pair.summary, "python": pair.python})
+
+
+def _told(progress: Progress) -> dict[str, Any]:
+    return {"done": False, "doing": progress.doing, "plain": _side(progress.plain), "fast": _side(progress.fast)}
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {"steps": len(side.kinds), "seconds": side.seconds, "done": side.done}
+
+
+def _png(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, format="PNG", compress_level=3)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,111 @@
+"""What a page shows, as HTML: how far both pictures are, what they took, and what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+
+from ...runtime.timeline import FULL, HELD, MERGED
+from ..quality.metrics import BY_NAME
+from .pairs import Pair, Progress, Side
+
+# Kinds of step, each with a word for people who do not know them.
+_KINDS = {FULL: "full", MERGED: "merged: fewer tokens", HELD: "held: blocks skipped"}
+
+HEADER = """<header class="tm-header"><h1>tokenmerge</h1>
+<p>One prompt and one seed, drawn twice: by the plain model, and faster. Compare them.</p></header>"""
+WELCOME = '<p class="tm-note">Write a prompt, choose a speed, and press <b>Draw</b>.</p>'
+STOPPED = '<p class="tm-note" role="status">Stopped. The model is free for the next picture.</p>'
+
+
+def problem(sentence: str) -> str:
+    """What is wrong with an order."""
+    text = sentence[:1].upper() + sentence[1:]
+    return f'<p class="tm-problem" role="alert">{escape(text)}{"" if text.endswith((".", "?", "!")) else "."}</p>'
+
+
+def progress(now: Progress, doing: str | None = None) -> str:
+    """Both pictures as strips of steps. doing: in place of what the progress says."""
+    name, steps = _name(now.order.configuration.label), now.order.request.steps
+    kinds = [kind for kind in _KINDS if kind in {*now.plain.kinds, *now.fast.kinds}]
+    legend = "".join(f'<span><i class="tm-{kind}"></i>{_KINDS[kind]}</span>' for kind in kinds)
+    return (
+        f'<div class="tm-progress"><p class="tm-doing" role="status">{escape(doing or f"{now.doing} ...")}</p>'
+        f"{_strip('plain', now.plain, steps)}{_strip(name, now.fast, steps)}"
+        f'<p class="tm-legend">{legend}</p></div>'
+    )
+
+
+def done(pair: Pair) -> str:
+    """The strips of a pair that is drawn."""
+    prompt = pair.order.prompt if len(pair.order.prompt) <= 80 else f"{pair.order.prompt[:80]}..."
+    return progress(pair.progress, f"{prompt}, seed {pair.order.seed}, {pair.order.model}")
+
+
+def figures(pair: Pair) -> str:
+    """Times and drift."""
+    plain, fast = pair.plain, pair.fast
+    cells = [
+        ("plain", f"{plain.seconds:.2f} s", "time of the plain picture"),
+        (_name(fast.configuration.label), f"{fast.seconds:.2f} s", "time of the fast picture"),
+        ("speed-up", f"{fast.speed_up:.2f}x", "plain time over fast time"),
+    ]
+    for name, value in fast.drift.items():
+        metric = BY_NAME[name]
+        told = f"{value:.{metric.digits}f}" if math.isfinite(value) else "equal"
+        unit = " dB" if name == "psnr" and math.isfinite(value) else ""
+        cells.append((metric.title, f"{told}{unit}", metric.meaning))
+    if fast.estimate is not None:
+        cells.append(("estimated PSNR", f"{fast.estimate:.0f} dB", "by Hold's own errors, without the plain picture"))
+    if fast.tokens:
+        cells.append(("tokens", fast.tokens.replace("->", "→"), "before and after merging, by group"))
+    return f'<dl class="tm-figures">{"".join(map(_cell, *zip(*cells, strict=True)))}</dl>'
+
+
+def sides(pair: Pair) -> str:
+    """Which picture is on which side of the slider."""
+    name = escape(_name(pair.fast.configuration.label))
+    return f'<p class="tm-sides"><span>◧ plain</span><span>{name} ◨</span></p>'
+
+
+def merged(pair: Pair) -> str:
+    """What the picture of merged tokens shows, or why there is none."""
+    if pair.fast.overlay is None:
+        return '<p class="tm-note">No token was merged. Switch on Merge in the details to merge some.</p>'
+    return (
+        '<p class="tm-note">Dots are the tokens that stayed, in the group with the most tokens at its last map. '
+        "A red line leads from every other token to the one it merged into. Grey lines bound regions.</p>"
+    )
+
+
+def summary(pair: Pair) -> str:
+    """What the library tells of the fast picture."""
+    return f'<pre class="tm-summary">{escape(pair.summary)}</pre>'
+
+
+def fields(docs: Iterable[tuple[str, str]]) -> str:
+    """Names and meanings, as a list."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in docs)}</dl>"
+
+
+def _strip(name: str, side: Side, steps: int) -> str:
+    count = len(side.kinds)
+    cells = "".join(f'<i class="tm-{kind}"></i>' for kind in side.kinds) + "<i></i>" * (steps - count)
+    time = f"{side.seconds:.1f} s" if side.seconds else ""
+    return (
+        f'<div class="tm-strip{" tm-done" if side.done else ""}"><b>{escape(name)}</b>'
+        f'<span class="tm-cells" role="progressbar" aria-label="{escape(name, quote=True)}" aria-valuemin="0" '
+        f'aria-valuenow="{count}" aria-valuemax="{steps}">{cells}</span>'
+        f"<span class='tm-count'>{count} / {steps}</span><span class='tm-time'>{time}</span></div>"
+    )
+
+
+def _cell(title: str, value: str, meaning: str) -> str:
+    wide = ' class="tm-wide"' if len(value) > 12 else ""
+    return f'<div{wide} title="{escape(meaning, quote=True)}"><dt>{escape(title)}</dt><dd>{escape(value)}</dd></div>'
+
+
+def _name(label: str) -> str:
+    """Of the fast picture, which may be as plain as the other."""
+    return "same picture" if label == "plain" else label

@@ -1,0 +1,139 @@
+"""Order: what a visitor asks for, read from a page or a request and checked before anything is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from ...config import Hold, Merge, Techniques
+from ...errors import TokenMergeError, did_you_mean
+from ...presets import presets
+from ..drawing.request import Request
+from ..fields import parse_as, parse_size, write_value
+from ..speeds import SPEEDS
+from ..typed import PLAIN, Configuration, Part, heads, joined, read_typed
+from .models import Models
+
+LONGEST_PROMPT = 1000
+LONGEST_TECHNIQUE = 500
+MOST_STEPS = 200
+LARGEST_SEED = 2**32 - 1
+# Times the pixels of a model's own size.
+_LARGER = 4
+# Fields as a page has them: by technique and name.
+Values = Mapping[tuple[type[Merge] | type[Hold], str], str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A picture to draw, plain and with a configuration."""
+
+    model: str
+    prompt: str
+    seed: int
+    configuration: Configuration
+    request: Request  # its size and steps
+
+    @property
+    def sample(self) -> tuple[str, str, int, int, int, int]:
+        """What the plain picture depends on."""
+        return self.model, self.prompt, self.seed, self.request.steps, self.request.width, self.request.height
+
+
+def read_order(
+    models: Models, *, model: Any, prompt: Any, seed: Any, steps: Any, size: Any, configuration: Configuration
+) -> Order:
+    """An order from values of any type: requests need not come from our page."""
+    studio = models.studio(model)
+    words = prompt.strip() if isinstance(prompt, str) else ""
+    if not words:
+        raise TokenMergeError("The prompt is empty; write what to draw")
+    if len(words) > LONGEST_PROMPT:
+        raise TokenMergeError(f"The prompt has {len(words)} characters; write {LONGEST_PROMPT} at most")
+    request = studio.asked(_size(size), _whole("The number of steps", steps, 1, MOST_STEPS))
+    width, height = studio.outline.own_size
+    if request.width * request.height > _LARGER * width * height:
+        raise TokenMergeError(
+            f"{request.width}x{request.height} is too large for this page; {_LARGER} times the pixels of "
+            f"{width}x{height} are the most"
+        )
+    return Order(model, words, _whole("The seed", seed, 0, LARGEST_SEED), configuration, request)
+
+
+def read_technique(text: Any) -> Configuration:
+    """A speed by its name, or techniques as typed: presets with fields. A visitor may not name files."""
+    if not isinstance(text, str) or not text.strip():
+        raise TokenMergeError(f"The technique is empty; use {', '.join(SPEEDS)}, or write it as in 'hold:every=4'")
+    if text in SPEEDS:
+        return Configuration(text, SPEEDS[text])
+    if len(text) > LONGEST_TECHNIQUE:
+        raise TokenMergeError(f"The technique has {len(text)} characters; write {LONGEST_TECHNIQUE} at most")
+    for head in heads(text):
+        if head != PLAIN and head not in presets():
+            near = did_you_mean(head, [*SPEEDS, *presets()])
+            raise TokenMergeError(
+                f"{head!r} is neither a speed nor a preset{near}; speeds are {', '.join(SPEEDS)}, presets "
+                f"{', '.join(presets())}"
+            )
+    return read_typed(text).configuration
+
+
+def read_values(chosen: Mapping[type[Merge] | type[Hold], bool], values: Values) -> Configuration:
+    """A configuration from the fields of a page. chosen: which techniques are switched on."""
+    made = [_technique(kind, values) for kind, on in chosen.items() if on]
+    techniques = Techniques.of(*made)
+    return Configuration(label_of(techniques), techniques)
+
+
+def label_of(techniques: Techniques) -> str:
+    """The name of the speed that techniques are, or techniques as typed on the command line."""
+    speed = next((name for name, each in SPEEDS.items() if each == techniques), None)
+    return speed or as_typed(techniques)
+
+
+def as_typed(techniques: Techniques) -> str:
+    """Techniques as commands take them: the nearest preset, and the fields in which they differ from it."""
+    return joined([_part(each) for each in techniques if each is not None]) or PLAIN
+
+
+def _part(technique: Merge | Hold) -> Part:
+    # `none` means no technique, where it is typed.
+    alike = {name: each for name, each in presets().items() if type(each) is type(technique) and name != PLAIN}
+    differing = {name: _differences(technique, each) for name, each in alike.items()}
+    name = min(differing, key=lambda name: len(differing[name]))
+    return Part(name, differing[name])
+
+
+def _differences(technique: Merge | Hold, preset: Merge | Hold) -> dict[str, str]:
+    values = {item.name: getattr(technique, item.name) for item in fields(technique)}
+    return {name: write_value(value) for name, value in values.items() if value != getattr(preset, name)}
+
+
+def _technique(kind: type[Merge] | type[Hold], values: Values) -> Merge | Hold:
+    hints = get_type_hints(kind)
+    read: dict[str, Any] = {}
+    for item in fields(kind):
+        try:
+            read[item.name] = parse_as(hints[item.name])(str(values[kind, item.name]).strip())
+        except ValueError as error:
+            raise TokenMergeError(f"{kind.__name__}'s {item.name}: {error}") from error
+    return kind(**read)
+
+
+def _size(text: Any) -> tuple[int, int]:
+    try:
+        return parse_size(str(text))
+    except ValueError as error:
+        raise TokenMergeError(str(error)) from error
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    """A whole number within bounds; JSON and pages may write it with a point."""
+    must = f"it must be a whole number from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TokenMergeError(f"{name} is missing; {must}")
+    # NaN and infinities fail the comparisons too.
+    if not (least <= value <= most and value == int(value)):
+        raise TokenMergeError(f"{name} is {value:g}; {must}")
+    return int(value)

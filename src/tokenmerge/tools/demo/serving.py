@@ -1,0 +1,120 @@
+"""Serves the page on this machine, until it is interrupted."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from ...errors import TokenMergeError
+from .gate import Gate
+from .models import Models
+from .page import build
+from .pairs import Easel
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Visitors that may wait.
+_WAITING = 16
+_FONT = ("system-ui", "sans-serif")
+_MONO = ("ui-monospace", "monospace")
+_LARGEST_PORT = 65535
+
+
+def serve(
+    models: Sequence[str], host: str, port: int, device: str | None, dtype: str | None, threads: int | None
+) -> None:
+    """Serve until Ctrl-C."""
+    check_port(host, port)
+    named = Models(models, device, dtype, threads)
+    # The first visitor shall not wait for it, and what is wrong with it is told at once.
+    named.load(named.names[0])
+    with served(named, host, port) as address:
+        print(f"tokenmerge demo: {address} (Ctrl-C ends it)", flush=True)
+        threading.Event().wait()
+
+
+@contextmanager
+def served(models: Models, host: str, port: int) -> Iterator[str]:
+    """The page, in threads of its own, at the address that it gives."""
+    easel = Easel(models)
+    with tempfile.TemporaryDirectory(prefix="tokenmerge-demo-") as folder:
+        # Pictures are written there for browsers to fetch, and go with it. Nothing else can be fetched.
+        os.environ["GRADIO_TEMP_DIR"] = os.environ["GRADIO_EXAMPLES_CACHE"] = folder
+        page = build(easel).queue(max_size=_WAITING)
+        gates = [Middleware(Gate)]
+        if host in LOOPBACK:
+            # Else a name of somebody's own that points here would let their pages read ours.
+            gates.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK)))
+        try:
+            _, address, _ = page.launch(
+                server_name=host,
+                server_port=port,
+                share=False,
+                quiet=True,
+                prevent_thread_lock=True,
+                inbrowser=False,
+                ssr_mode=False,
+                mcp_server=False,
+                enable_monitoring=False,
+                run_history=False,
+                pwa=False,
+                max_file_size=1,
+                footer_links=[],
+                state_session_capacity=100,
+                theme=_theme(),
+                css_paths=Path(__file__).with_name("page.css"),
+                app_kwargs={"middleware": gates},
+            )
+            yield address
+        finally:
+            easel.close()
+            page.close(verbose=False)
+
+
+def _theme() -> gr.themes.Base:
+    """Fonts of the visitor's own, since others would be fetched, and labels that do not shout."""
+    theme = gr.themes.Soft(primary_hue="teal", neutral_hue="slate", font=_FONT, font_mono=_MONO)
+    labels = {
+        f"block_{part}_{name}": value
+        for part in ("title", "label")
+        for name, value in {
+            "background_fill": "transparent",
+            "background_fill_dark": "transparent",
+            "text_color": "*body_text_color",
+            "text_color_dark": "*body_text_color",
+            "padding": "0",
+        }.items()
+    }
+    return theme.set(
+        **labels,
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        body_text_color_subdued="*neutral_500",
+        block_border_width="1px",
+        block_shadow="none",
+        input_border_width="1px",
+        input_border_color="*neutral_300",
+        input_shadow="none",
+        button_secondary_shadow="none",
+    )
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that cannot be served at, before a model is loaded."""
+    if not 1 <= port <= _LARGEST_PORT:
+        raise TokenMergeError(f"--port is {port}; ports are from 1 to {_LARGEST_PORT}")
+    try:
+        with closing(socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)):
+            pass
+    except OSError as error:
+        raise TokenMergeError(
+            f"{host}:{port} cannot be served at ({error.strerror or error}); give another --port or --host"
+        ) from error

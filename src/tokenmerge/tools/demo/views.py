@@ -1,0 +1,91 @@
+"""Views: what a visitor sees of a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import gradio as gr
+
+from . import looks
+from .pairs import Pair
+
+
+@dataclass(frozen=True)
+class Views:
+    """What a visitor sees."""
+
+    status: gr.HTML
+    figures: gr.HTML
+    sides: gr.HTML
+    slider: gr.ImageSlider
+    drift: gr.Image
+    merged: gr.Image
+    merged_note: gr.HTML
+    summary: gr.HTML
+    python: gr.Code
+    gallery: gr.Gallery
+
+    @property
+    def all(self) -> list[Any]:
+        return [getattr(self, item.name) for item in fields(self)]
+
+    def show(self, pair: Pair) -> dict[Any, Any]:
+        """A pair in all of them but the gallery."""
+        return {
+            self.status: looks.done(pair),
+            self.figures: looks.figures(pair),
+            self.sides: looks.sides(pair),
+            self.slider: (pair.plain.picture, pair.fast.picture),
+            self.drift: pair.drift,
+            self.merged: gr.update(value=pair.fast.overlay, visible=pair.fast.overlay is not None),
+            self.merged_note: looks.merged(pair),
+            self.summary: looks.summary(pair),
+            self.python: pair.python,
+        }
+
+    def show_gallery(self, pairs: list[Pair]) -> dict[Any, Any]:
+        """The fast pictures of a visit."""
+        told = [(pair.fast.picture, f"{pair.fast.speed_up:.2f}x") for pair in pairs]
+        return {self.gallery: gr.update(value=told, visible=True)}
+
+
+def make_views() -> Views:
+    """The views, in the place where a page is being built."""
+    status = gr.HTML(looks.WELCOME, elem_id="tm-status", min_height=72)
+    figures = gr.HTML(elem_id="tm-figures")
+    # Without the button that would share a picture elsewhere.
+    picture: dict[str, Any] = {
+        "show_label": False,
+        "format": "png",
+        "interactive": False,
+        "buttons": ["download", "fullscreen"],
+    }
+    with gr.Tabs(elem_id="tm-tabs"):
+        with gr.Tab("Compare"):
+            sides = gr.HTML(padding=False)
+            slider = gr.ImageSlider(elem_id="tm-slider", max_height=620, **picture)
+        with gr.Tab("Drift"):
+            gr.HTML('<p class="tm-note">Black is equal to plain; the brighter, the further apart.</p>')
+            drift = gr.Image(elem_id="tm-drift", **picture)
+        with gr.Tab("Merged"):
+            merged_note = gr.HTML()
+            merged = gr.Image(elem_id="tm-merged", visible=False, **picture)
+        with gr.Tab("Summary"):
+            summary = gr.HTML(elem_id="tm-summary")
+        with gr.Tab("Python"):
+            gr.HTML('<p class="tm-note">Draws the fast picture again. It runs as pasted.</p>')
+            python = gr.Code(language="python", show_label=False, interactive=False, elem_id="tm-python")
+    gallery = gr.Gallery(
+        show_label=False,
+        columns=6,
+        fit_columns=False,
+        object_fit="cover",
+        allow_preview=False,
+        format="png",
+        interactive=False,
+        buttons=[],
+        visible=False,
+        elem_id="tm-gallery",
+    )
+    return Views(status, figures, sides, slider, drift, merged, merged_note, summary, python, gallery)
