@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ...errors import TokenMergeError
-from . import bench, eval, generate, metrics, plan, presets, reproduce, tune
+from . import bench, demo, eval, generate, metrics, plan, presets, reproduce, serve, tune
 from .options import Command, described
 
-# What pictures are drawn with; other packages are for measuring them.
-_DRAWING = ("diffusers", "transformers", "PIL")
-_COMMANDS = (generate, plan, bench, eval, tune, reproduce, metrics, presets)
+# What pictures are drawn with, and what they are shown and served with; other packages are for measuring them.
+_EXTRAS = {
+    **dict.fromkeys(("diffusers", "transformers", "PIL"), "generate"),
+    "gradio": "demo",
+    **dict.fromkeys(("ray", "starlette", "prometheus_client", "psutil"), "serve"),
+}
+_COMMANDS = (generate, demo, serve, plan, bench, eval, tune, reproduce, metrics, presets)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("tokenmerge"):
             raise
-        extra = "generate" if error.name.partition(".")[0] in _DRAWING else "eval"
+        extra = _EXTRAS.get(error.name.partition(".")[0], "eval")
         print(f"tokenmerge: {error.name} is not installed; pip install tokenmerge[{extra}]", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:

@@ -1,0 +1,74 @@
+"""`tokenmerge serve`: pictures over HTTP, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..fields import parse_as
+from ..speeds import BATCHED_SPEEDS, DEFAULT
+from . import options as shared
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's clients ask for pictures",
+        description=shared.described(
+            "Serve a model at /v1/images/generations until interrupted. Requests of equal size, steps and speed are "
+            "drawn in batches, and the same seed gives the same picture in each. Needs tokenmerge[serve]."
+        ),
+    )
+    shared.add_model(parser, "tiny-flux")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    _add_number(parser, "port", 8000, "port to listen on")
+    parser.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="file of API keys, one to a line (default: none; then only this machine can be served)",
+    )
+    _add_number(parser, "replicas", 1, "pipelines that draw side by side; on GPUs each has its own")
+    _add_number(parser, "max-batch", 8, "pictures that are drawn together at most")
+    _add_number(parser, "max-queue", 64, "pictures that wait or are drawn at most; others get status 429")
+    _add_number(parser, "max-side", 2048, "pixels of a picture's longest side at most")
+    _add_number(parser, "max-steps", 100, "steps of a request at most")
+    _add_number(parser, "max-n", 10, "pictures of a request at most")
+    _add_number(parser, "max-prompt", 4000, "characters of a prompt at most")
+    parser.add_argument(
+        "--timeout",
+        type=parse_as(float),
+        default=600.0,
+        metavar="SECONDS",
+        help="seconds from a request to its answer at most (default: 600)",
+    )
+    parser.add_argument(
+        "--speed",
+        choices=list(BATCHED_SPEEDS),
+        default=DEFAULT,
+        help="speed of requests that name none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="a running Ray cluster to serve on, or auto (default: a Ray of its own, on loopback)",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="FOLDER", help="folder for Ray's logs (default: one that is removed at the end)"
+    )
+    shared.add_machine_options(parser, threads=1)
+    shared.add_dtype(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_number(parser: argparse.ArgumentParser, name: str, default: int, told: str) -> None:
+    parser.add_argument(
+        f"--{name}", type=parse_as(int), default=default, metavar="N", help=f"{told} (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from ..serving.run import Serving, run_server
+
+    run_server(Serving(**shared.given(options, Serving)))

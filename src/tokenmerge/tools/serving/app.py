@@ -1,0 +1,212 @@
+"""Front: the HTTP surface. It reads requests, gives their pictures to workers, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ReplicaState
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .batching import Drawn, Failed
+from .keys import is_known
+from .metrics import CONTENT_TYPE, Metrics
+from .processes import bind_replica
+from .requests import Job, Offer, Order, Refusal, read_order
+
+APPLICATION = "tokenmerge"
+WORKER = "Worker"
+# A picture whose replica dies goes to another one; one that kills every replica does not go on for ever.
+_ATTEMPTS = 3
+# Seconds that an answer of /healthz stays true: everybody may ask.
+_FRESH = 1.0
+_LEFT = 499
+_MOST_SECONDS_TO_WAIT = 60
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Whom the front serves, and how much of it."""
+
+    offer: Offer
+    digests: tuple[bytes, ...]  # of keys; empty where everybody may ask
+    max_queue: int
+    timeout: float
+    local: bool
+
+
+class Places:
+    """So many pictures may wait or be drawn at once."""
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self._most = most
+        self._metrics = metrics
+        self.taken = 0
+        self.pace = 1.0  # seconds per picture, of the last batch
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Places for all pictures of a request, or for none. They are free again however it ends."""
+        if self.taken + count > self._most:
+            wait = math.ceil(self.pace * (self.taken + count - self._most))
+            raise Refusal(
+                429,
+                f"the queue is full: {self.taken} of {self._most} places are taken, and {count} are needed; "
+                "send it again later",
+                retry_after=max(1, min(wait, _MOST_SECONDS_TO_WAIT)),
+            )
+        self._change(count)
+        try:
+            yield
+        finally:
+            self._change(-count)
+
+    def _change(self, count: int) -> None:
+        self.taken += count
+        self._metrics.queue.set(self.taken)
+
+
+class Front:
+    """Answers HTTP requests. Ray Serve gives it one replica."""
+
+    def __init__(self, workers: DeploymentHandle, terms: Terms) -> None:
+        if terms.local:
+            bind_replica()
+        # A config file of Ray may name it otherwise.
+        self._application = serve.get_replica_context().app_name
+        self._workers = workers
+        self._terms = terms
+        self._metrics = Metrics()
+        self._places = Places(terms.max_queue, self._metrics)
+        self._created = int(time.time())
+        self._health: tuple[float, Response] | None = None
+        self._routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
+            "/v1/images/generations": ("POST", self._generate),
+            "/v1/models": ("GET", self._models),
+            "/healthz": ("GET", self._healthz),
+            "/metrics": ("GET", self._page),
+        }
+
+    async def __call__(self, request: Request) -> Response:
+        path = request.url.path
+        status = _LEFT
+        try:
+            response = await self._answer(path, request)
+            status = response.status_code
+        except Refusal as refusal:
+            response = _refused(refusal)
+            status = refusal.status
+        finally:
+            # Not what a client wrote: any number of paths would be any number of labels.
+            self._metrics.requests.labels(path if path in self._routes else "other", str(status)).inc()
+        return response
+
+    async def _answer(self, path: str, request: Request) -> Response:
+        if path not in self._routes:
+            raise Refusal(404, f"there is nothing at this address; use one of {', '.join(self._routes)}")
+        method, answer = self._routes[path]
+        if request.method != method:
+            raise Refusal(405, f"{path} takes {method}; send that")
+        digests = self._terms.digests
+        if digests and path != "/healthz" and not is_known(request.headers.get("authorization"), digests):
+            raise Refusal(401, "the API key is missing or unknown; send it as 'Authorization: Bearer KEY'")
+        return await answer(request)
+
+    async def _generate(self, request: Request) -> Response:
+        begun = time.perf_counter()
+        order = read_order(await request.body(), self._terms.offer)
+        with self._places.take(order.n):
+            pictures = await self._drawn(order.jobs())
+        self._metrics.seconds.observe(time.perf_counter() - begun)
+        self._metrics.pictures.labels(order.settings.speed).inc(order.n)
+        return JSONResponse(_answered(order, pictures))
+
+    async def _drawn(self, jobs: Sequence[Job]) -> list[bytes]:
+        """All pictures, or a refusal; nothing goes on in the background afterwards."""
+        tasks = [asyncio.create_task(self._draw(job)) for job in jobs]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*tasks), self._terms.timeout)
+        except asyncio.TimeoutError:
+            raise Refusal(
+                503, f"there was no picture within {self._terms.timeout:g} seconds; send it again", retry_after=1
+            ) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _draw(self, job: Job) -> bytes:
+        for _ in range(_ATTEMPTS):
+            call = self._workers.draw.remote(job)
+            try:
+                drawn: Drawn | Failed = await call
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            except RayActorError:
+                # The same seed gives the same picture, so it can be drawn again.
+                self._metrics.redrawn.inc()
+                continue
+            except (RayError, RayServeException) as error:
+                told = f"no replica could draw ({type(error).__name__}); send it again"
+                raise Refusal(503, told, retry_after=1) from None
+            if isinstance(drawn, Failed):
+                raise Refusal(drawn.status, drawn.message, retry_after=1 if drawn.status == 503 else None)
+            if drawn.report is not None:
+                self._metrics.add_batch(drawn.report)
+                self._places.pace = drawn.report.seconds / drawn.report.size
+            return drawn.png
+        raise Refusal(503, f"{_ATTEMPTS} replicas died over this picture; send it again", retry_after=1)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._terms.offer.to_dict(self._created)]})
+
+    async def _healthz(self, request: Request) -> Response:
+        """Whether a replica is there to draw."""
+        now = time.monotonic()
+        if self._health is None or now - self._health[0] > _FRESH:
+            try:
+                running, starting = await asyncio.to_thread(_replicas, self._application)
+            except (RayError, RayServeException):
+                # Who counts replicas is being replaced itself.
+                running, starting = 0, 0
+            status = {"status": "ok" if running else "no replica", "replicas": running, "starting": starting}
+            self._health = now, JSONResponse(status, 200 if running else 503)
+        return self._health[1]
+
+    async def _page(self, request: Request) -> Response:
+        return Response(self._metrics.page(), media_type=CONTENT_TYPE)
+
+
+def _replicas(application: str) -> tuple[int, int]:
+    """Workers that run, and others that are being started or stopped."""
+    states: dict[str, int] = serve.status().applications[application].deployments[WORKER].replica_states
+    running = states.get(ReplicaState.RUNNING, 0)
+    return running, sum(states.values()) - running
+
+
+def _answered(order: Order, pictures: Sequence[bytes]) -> dict[str, Any]:
+    """As OpenAI has pictures, with the seed of each."""
+    data = [
+        {"b64_json": base64.b64encode(png).decode("ascii"), "seed": job.seed}
+        for job, png in zip(order.jobs(), pictures, strict=True)
+    ]
+    return {"created": int(time.time()), "data": data}
+
+
+def _refused(refusal: Refusal) -> Response:
+    headers = {"Retry-After": str(refusal.retry_after)} if refusal.retry_after is not None else {}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(json.dumps(refusal.to_dict()), refusal.status, headers, "application/json")

@@ -1,0 +1,74 @@
+"""Waiting jobs of one replica, and which of them are drawn together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .requests import Job
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one batch did: told once, with one of its pictures."""
+
+    size: int
+    seconds: float
+    steps: Mapping[str, int] = field(default_factory=dict)  # by kind
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A picture as a PNG file."""
+
+    png: bytes
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there is no picture. Never what a prompt said."""
+
+    status: int
+    message: str
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A job, and who waits for it."""
+
+    job: Job
+    answer: asyncio.Future[Drawn | Failed]
+
+    @property
+    def left(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.answer.done()
+
+
+class Queue:
+    """Jobs in the order that they came. batched: speeds, and whether their pictures may share a batch."""
+
+    def __init__(self, most: int, batched: Mapping[str, bool]) -> None:
+        self._most = most
+        self._batched = batched
+        self._waiting: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, waiting: Waiting) -> None:
+        self._waiting.append(waiting)
+
+    def take(self) -> list[Waiting]:
+        """The oldest job that is waited for, and those after it of equal settings; they leave the queue."""
+        self._waiting = deque(each for each in self._waiting if not each.left)
+        if not self._waiting:
+            return []
+        settings = self._waiting[0].job.settings
+        most = self._most if self._batched[settings.speed] else 1
+        taken = [each for each in self._waiting if each.job.settings == settings][:most]
+        self._waiting = deque(each for each in self._waiting if each not in taken)
+        return taken

@@ -1,0 +1,289 @@
+"""Starts Ray, puts the front and its workers on it, and ends all of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import TokenMergeError, did_you_mean, first_line
+from ..fields import check_counts, check_finite
+from ..loading import Outline, best_device, outline
+from ..speeds import BATCHED_SPEEDS, DEFAULT
+from .keys import read_keys
+from .processes import check_listeners, end_ray, is_loopback, prepare_ray, wait_while_alive
+from .requests import Limits, Offer
+from .sharing import may_share
+
+# Calls that a worker may have beyond the batch it draws, to choose the next one from.
+_AHEAD = 4
+# A busy machine may start Ray too slowly, and faster once its files have been read.
+_STARTS = 3
+# Pictures on their way; Ray would take a third of the memory.
+_STORE = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What to serve, where, and within which limits."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    replicas: int = 1
+    max_batch: int = 8
+    max_queue: int = 64
+    max_side: int = Limits.side
+    max_steps: int = Limits.steps
+    max_n: int = Limits.n
+    max_prompt: int = Limits.prompt
+    timeout: float = 600.0
+    speed: str = DEFAULT
+    cluster: str | None = None
+    logs: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("replicas", "threads", "port")}
+        limits = {name: getattr(self, name) for name in (f"max_{each}" for each in _LIMITED)}
+        check_counts(**counts, **{name.replace("_", "-"): count for name, count in limits.items()})
+        check_finite(timeout=self.timeout)
+        if self.timeout <= 0:
+            raise TokenMergeError(f"--timeout is {self.timeout:g}; it must be above 0 seconds")
+        if self.port > 65535:
+            raise TokenMergeError(f"--port is {self.port}; ports are from 1 to 65535")
+        if self.speed not in BATCHED_SPEEDS:
+            raise TokenMergeError(f"--speed is {self.speed!r}; choose from {', '.join(BATCHED_SPEEDS)}")
+
+    @property
+    def local(self) -> bool:
+        """Whether it runs on a Ray of its own, on this machine."""
+        return self.cluster is None
+
+    @property
+    def limits(self) -> Limits:
+        # More pictures than places would never be accepted.
+        return Limits(self.max_side, self.max_steps, min(self.max_n, self.max_queue), self.max_prompt)
+
+
+_LIMITED = ("batch", "queue", "side", "steps", "n", "prompt")
+
+
+def run_server(serving: Serving) -> None:
+    """Serve until interrupted."""
+    digests = read_keys(serving.keys) if serving.keys is not None else ()
+    _check_host(serving.host, bool(digests))
+    if serving.local:
+        _check_replicas(serving)
+    offer = offer_of(serving, outline(serving.model))
+    if serving.local:
+        _check_port(serving.host, serving.port)
+    with _ray(serving), _interrupted_by_sigterm():
+        _serve(serving, offer, digests)
+
+
+def offer_of(serving: Serving, model: Outline) -> Offer:
+    """What is served of a model."""
+    width, height = model.own_size
+    limits = serving.limits
+    if max(width, height) > limits.side:
+        raise TokenMergeError(
+            f"{serving.model} draws {width}x{height} by default, and --max-side is {limits.side}; raise it"
+        )
+    return Offer(
+        model=Path(serving.model).name if Path(serving.model).is_dir() else serving.model,
+        size=(width, height),
+        steps=min(model.defaults.steps, limits.steps),
+        speed=serving.speed,
+        batched={name: may_share(techniques, model.denoiser) for name, techniques in BATCHED_SPEEDS.items()},
+        unit=model.unit,
+        least=model.least_side,
+        limits=limits,
+    )
+
+
+def application(arguments: Mapping[str, Any]) -> Any:
+    """The application for Ray's own commands and config files: fields of `Serving` by name, of which `model` is needed.
+
+    Where it listens and how it scales is theirs to say.
+    """
+    known = [item.name for item in fields(Serving)]
+    for name in arguments:
+        if name not in known:
+            raise TokenMergeError(f"args has {name!r}{did_you_mean(name, known)}; use any of {', '.join(known)}")
+    path = arguments.get("keys")
+    serving = Serving(**{"cluster": "auto", **arguments, "keys": Path(path) if path else None})
+    digests = read_keys(serving.keys) if serving.keys is not None else ()
+    return _bound(serving, offer_of(serving, outline(serving.model)), digests)
+
+
+def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
+    from ray import serve
+
+    from .app import WORKER, Front, Terms
+    from .worker import Equipment, Worker
+
+    equipment = Equipment(
+        model=_carried(serving.model),
+        device=serving.device,
+        dtype=serving.dtype,
+        threads=serving.threads,
+        max_batch=serving.max_batch,
+        batched=offer.batched,
+        local=serving.local,
+    )
+    terms = Terms(offer, digests, serving.max_queue, serving.timeout, serving.local)
+    gpus = 1 if (serving.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda") else 0
+    worker = serve.deployment(
+        name=WORKER,
+        num_replicas=serving.replicas,
+        ray_actor_options={"num_cpus": serving.threads, "num_gpus": gpus},
+        max_ongoing_requests=_AHEAD * serving.max_batch,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=10,
+    )(Worker)
+    # Light work, and one front alone knows how many places are taken.
+    front = serve.deployment(
+        name="Front", num_replicas=1, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=100_000
+    )(Front)
+    return front.bind(worker.bind(equipment), terms)
+
+
+def _carried(model: str) -> str:
+    """A model's name as replicas find it, which run in folders of their own."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
+    """Put it on Ray, and wait."""
+    from ray import serve
+
+    from .app import APPLICATION
+
+    # Its own would have every address that is asked for.
+    quiet = {"enable_access_log": False}
+    where = {"host": serving.host, "port": serving.port}
+    serve.start(proxy_location="HeadOnly", http_options=where, logging_config=quiet)
+    try:
+        serve.run(_bound(serving, offer, digests), name=APPLICATION, route_prefix="/", logging_config=quiet)
+        if serving.local:
+            check_listeners()
+        print(f"serving {offer.model} at http://{serving.host}:{serving.port}/v1; Ctrl-C ends it", flush=True)
+        wait_while_alive()
+    except KeyboardInterrupt:
+        # Requests that are being drawn are answered. Not all of Serve: a cluster may have applications of others.
+        serve.delete(APPLICATION)
+        raise
+    except RuntimeError as error:
+        serve.delete(APPLICATION)
+        raise TokenMergeError(
+            f"the replicas did not start ({first_line(error)}); start it again with --logs FOLDER, and look there"
+        ) from error
+
+
+@contextmanager
+def _ray(serving: Serving) -> Iterator[None]:
+    """A Ray of our own that ends with us, or a connection to a cluster."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if serving.local:
+        # Before it is imported.
+        prepare_ray()
+    # What is not installed is told before anything starts.
+    from . import app, worker  # noqa: F401
+
+    # It tells of itself at every start.
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    folder = serving.logs or Path(tempfile.mkdtemp(prefix="tokenmerge-"))
+    try:
+        _enter_ray(serving, folder)
+        yield
+    finally:
+        end_ray()
+        if serving.logs is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _enter_ray(serving: Serving, folder: Path) -> None:
+    import ray
+
+    starts = _STARTS if serving.local else 1
+    for number in range(starts):
+        try:
+            ray.init(log_to_driver=False, logging_level="ERROR", **_node(serving, folder))
+            return
+        except Exception as error:
+            # Ray raises nothing narrower where its processes take more than 30 seconds to start.
+            end_ray()
+            if number == starts - 1:
+                raise TokenMergeError(
+                    f"Ray did not start ({first_line(error)}); try again when the machine is less busy, "
+                    "or check --cluster"
+                ) from error
+
+
+def _node(serving: Serving, folder: Path) -> dict[str, Any]:
+    if not serving.local:
+        return {"address": serving.cluster}
+    return {
+        "num_cpus": max(os.cpu_count() or 1, serving.replicas * serving.threads),
+        "include_dashboard": False,
+        "object_store_memory": _STORE,
+        "_temp_dir": str(folder.resolve()),
+    }
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """End as by Ctrl-C where a service manager asks for it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_host(host: str, has_keys: bool) -> None:
+    try:
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise TokenMergeError(f"--host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0") from error
+    if not has_keys and not all(map(is_loopback, addresses)):
+        raise TokenMergeError(f"--host {host} lets everybody draw; give --keys FILE, or leave --host at 127.0.0.1")
+
+
+def _check_replicas(serving: Serving) -> None:
+    device = best_device(serving.device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else serving.replicas
+    if serving.replicas > gpus:
+        raise TokenMergeError(f"--replicas is {serving.replicas}, each has a GPU, and there are {gpus}; use {gpus}")
+
+
+def _check_port(host: str, port: int) -> None:
+    """Ray would try for a minute."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        if sys.platform != "win32":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise TokenMergeError(
+                f"--port {port} of {host} cannot be had ({error.strerror}); give another --port"
+            ) from error

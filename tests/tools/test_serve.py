@@ -1,0 +1,551 @@
+"""The server: what it reads and refuses, what shares a batch, and a real one that is asked, left and hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+import tiny
+from saved import save_sdxl
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.config import LARGEST_SEED, Techniques
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.serving import keys
+from tokenmerge.tools.serving.batching import Drawn, Failed, Queue, Waiting
+from tokenmerge.tools.serving.processes import is_loopback
+from tokenmerge.tools.serving.requests import Job, Limits, Offer, Refusal, Settings, read_order
+from tokenmerge.tools.serving.sharing import may_share
+from tokenmerge.tools.serving.worker import Equipment, Worker
+from tokenmerge.tools.speeds import BATCHED_SPEEDS
+
+# One server for all tests of this file, also where several processes share the tests.
+pytestmark = pytest.mark.xdist_group("serve")
+
+OFFER = Offer(
+    model="tiny",
+    size=(64, 64),
+    steps=4,
+    speed="balanced",
+    batched=dict.fromkeys(BATCHED_SPEEDS, True),
+    unit=8,
+    least=8,
+    limits=Limits(side=128, steps=60, n=10, prompt=400),
+)
+# In prompts alone: nowhere else may it be found.
+SECRET = "quixotic-zeppelin"
+KEY = "a-key-for-the-tests-alone"
+
+
+# What a request may say.
+
+
+def test_a_request_has_defaults() -> None:
+    order = read_order(b'{"prompt": "a rose"}', OFFER)
+    assert (order.n, order.settings) == (1, Settings(64, 64, 4, "balanced"))
+    assert order.seed != read_order(b'{"prompt": "a rose"}', OFFER).seed
+    typed = {"prompt": "a rose", "model": "tiny", "n": 2, "size": "128x64", "response_format": "b64_json"}
+    typed |= {"seed": 7, "steps": 9, "speed": "fast", "user": "somebody"}
+    order = read_order(json.dumps(typed).encode(), OFFER)
+    assert order.jobs() == [Job("a rose", seed, Settings(128, 64, 9, "fast")) for seed in (7, 8)]
+    assert read_order(b'{"prompt": "a rose", "size": "auto", "seed": null}', OFFER).settings.width == 64
+
+
+# Bodies, and words of the answer.
+REFUSED: list[tuple[Any, str]] = [
+    ({}, "prompt is missing or empty"),
+    ({"prompt": " "}, "prompt is missing or empty"),
+    ({"prompt": ["a rose"]}, "it must be a text"),
+    ({"prompt": "x" * 401}, "prompt has 401 characters; it may have 400"),
+    ({"prompt": "\ud800"}, "half of a surrogate pair"),
+    ({"prompt": "x" * 40_000}, "bytes; it may have"),
+    ({"n": 0}, "n is 0; it must be a whole number from 1 to 10 pictures"),
+    ({"n": 11}, "n is 11; it must be a whole number from 1 to 10 pictures"),
+    ({"n": 1.5}, "n is 1.5"),
+    ({"n": True}, "n is True"),
+    ({"steps": 61}, "steps is 61; it must be a whole number from 1 to 60 steps"),
+    ({"steps": "4"}, "steps is '4'"),
+    ({"steps": 10**400}, "steps is a huge number"),
+    ({"size": "64"}, "size is '64'; write width x height, as in '512x384'"),
+    ({"size": 64}, "size is 64"),
+    ({"size": "1" * 5000 + "x64"}, "write width x height"),
+    ({"size": "136x64"}, "size is 136x64; both sides must be multiples of 8, from 8 to 128"),
+    ({"size": "64x60"}, "both sides must be multiples of 8"),
+    ({"seed": -1}, "seed is -1; seeds are whole numbers from 0 to 9223372036854775807"),
+    ({"seed": LARGEST_SEED, "n": 2}, "seeds are whole numbers from 0 to"),
+    ({"speed": "warp"}, "speed is 'warp'; choose from plain, careful, balanced, fast, fastest"),
+    ({"speed": ["fast"]}, "speed is a list"),
+    ({"response_format": "url"}, "response_format is 'url'; only 'b64_json' is served"),
+    ({"promt": "a rose"}, "the field 'promt' is unknown (did you mean 'prompt'?)"),
+    ([], "the body is not an object"),
+    (b"{", "the body is not JSON"),
+    (b"\xff\xfe", "the body is not JSON"),
+    (b"[" * 15_000, "the body is not JSON"),
+]
+
+
+def body_of(what: Any) -> bytes:
+    if isinstance(what, bytes):
+        return what
+    fills = isinstance(what, dict) and what and not {"prompt", "promt"} & what.keys()
+    return json.dumps({"prompt": "a rose", **what} if fills else what).encode()
+
+
+@pytest.mark.parametrize(("what", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_beyond_limits_is_refused_with_a_sentence(what: Any, words: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        read_order(body_of(what), OFFER)
+    assert refused.value.status == 400
+    assert words in refused.value.message
+    assert len(refused.value.message) < 300
+
+
+# What shares a batch.
+
+
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_a_merge_shares_a_batch_where_destinations_are_of_each_sample(kind: str) -> None:
+    denoiser = tiny.denoiser_of(tiny.build(kind))
+    for techniques in BATCHED_SPEEDS.values():
+        assert techniques.merge is not None or may_share(techniques, denoiser) == (
+            techniques.hold is None or techniques.hold.every is not None
+        )
+    own = kind != "flux"
+    assert may_share(Techniques(Merge()), denoiser) == own
+    assert may_share(Techniques(Merge(), Hold(every=3)), denoiser) == own
+    assert not may_share(Techniques(Merge(selection="random")), denoiser)
+    assert not may_share(Techniques(Merge(method="tomesd", selection="random")), denoiser)
+
+
+def test_a_hold_that_decides_for_a_batch_shares_none() -> None:
+    adaptive = Hold(every=3)
+    # As it is where errors decide.
+    object.__setattr__(adaptive, "every", None)
+    denoiser = tiny.denoiser_of(tiny.build("sdxl"))
+    assert not may_share(Techniques(hold=adaptive), denoiser)
+    assert may_share(Techniques(hold=Hold(every=3)), denoiser)
+    assert may_share(Techniques(), denoiser)
+
+
+def test_a_batch_has_the_oldest_job_and_others_of_its_settings() -> None:
+    loop = asyncio.new_event_loop()
+    small, large = Settings(64, 64, 4, "plain"), Settings(128, 64, 4, "plain")
+    alone = Settings(64, 64, 4, "fast")
+    queue = Queue(3, {"plain": True, "fast": False})
+    jobs = [Job("a", seed, settings) for seed, settings in enumerate([small, large, small, alone, small, small, alone])]
+    waiting = [Waiting(job, loop.create_future()) for job in jobs]
+    for each in waiting:
+        queue.add(each)
+    waiting[2].answer.cancel()
+    taken = [[each.job.seed for each in queue.take()] for _ in range(5)]
+    assert taken == [[0, 4, 5], [1], [3], [6], []]
+    assert len(queue) == 0
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_sdxl(tmp_path_factory.mktemp("serve") / "tiny")
+
+
+def drawn_by(worker: Worker, jobs: list[Job]) -> list[Drawn | Failed]:
+    async def draw() -> list[Drawn | Failed]:
+        return await asyncio.gather(*map(worker.draw, jobs))
+
+    return asyncio.run(draw())
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+def test_a_worker_draws_each_picture_as_it_would_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(BATCHED_SPEEDS, "merged", Techniques(Merge(ratio=0.5), Hold(every=2, start=0.0)))
+    batched = {"merged": True, "plain": False}
+    worker = Worker(Equipment(str(model), "cpu", None, 1, max_batch=4, batched=batched, local=False))
+    settings = Settings(64, 64, 4, "merged")
+    jobs = [Job(f"a rose {number}", number, settings) for number in range(4)]
+    alone = [drawn_by(worker, [job])[0] for job in jobs]
+    together = drawn_by(worker, jobs)
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(pixels(one.png) - pixels(other.png)).max() <= 1
+    assert np.abs(pixels(alone[0].png) - pixels(alone[1].png)).max() > 8
+    reports = [each.report for each in together if each.report]
+    assert [(report.size, sum(report.steps.values())) for report in reports] == [(4, 4)]
+    assert {"merged", "held"} == reports[0].steps.keys()
+    apart = drawn_by(worker, [Job("a rose", seed, settings._replace(speed="plain")) for seed in range(2)])
+    assert [(each.report.size, each.report.steps) for each in apart] == [(1, {"full": 4})] * 2
+    # The pipeline refuses a size like this, and says so in words of its own.
+    (failed,) = drawn_by(worker, [Job(SECRET, 0, settings._replace(width=61))])
+    assert (failed.status, failed.message) == (500, "the pipeline failed with ValueError; the server's log says where")
+    assert SECRET not in caplog.text
+    assert isinstance(drawn_by(worker, jobs[:1])[0], Drawn)
+
+
+# Keys and listeners.
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# of tests\n\n{KEY}\n  another-key-for-tests \n")
+    digests = keys.read_keys(path)
+    assert keys.is_known(f"Bearer {KEY}", digests)
+    assert keys.is_known("bearer another-key-for-tests", digests)
+    for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY[:-1]}", "Bearer", "Bearer # of tests"):
+        assert not keys.is_known(wrong, digests)
+    for content, words in (("# none\n", "has no key"), ("short\n", "less than 16 characters")):
+        path.write_text(content)
+        with pytest.raises(TokenMergeError, match=words):
+            keys.read_keys(path)
+    with pytest.raises(TokenMergeError, match="cannot be read"):
+        keys.read_keys(tmp_path / "missing")
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of equal length, each by `compare_digest`, and all of them whichever is equal."""
+    seen = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        seen.append((len(one), len(other)))
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(keys, "compare_digest", compare)
+    digests = tuple(map(keys.digest, (KEY, "a-second-key-of-tests", "x" * 100)))
+    assert keys.is_known(f"Bearer {KEY}", digests)
+    assert not keys.is_known("Bearer no", digests)
+    assert seen == [(32, 32)] * 6
+
+
+def test_loopback_is_told_from_other_addresses() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.0.2", "::1", "::ffff:127.0.0.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "192.0.2.2", "::ffff:192.0.2.2")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0 lets everybody draw; give --keys FILE, or leave --host at 127.0.0.1"),
+        ("--host nowhere.invalid", "is no address of this machine"),
+        ("--keys /nowhere/keys", "/nowhere/keys cannot be read (No such file or directory); give another --keys"),
+        ("--replicas 0", "--replicas is 0; it must be 1 or more"),
+        ("--max-batch 0", "--max-batch is 0; it must be 1 or more"),
+        ("--max-queue 0", "--max-queue is 0; it must be 1 or more"),
+        ("--timeout 0", "--timeout is 0; it must be above 0 seconds"),
+        ("--port 70000", "--port is 70000; ports are from 1 to 65535"),
+        ("--speed warp", "--speed: invalid choice: 'warp'"),
+        ("--max-side 128 --model tiny-flux", "draws 256x256 by default, and --max-side is 128; raise it"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_starts(
+    options: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--device", "cpu", *options.split()]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("tokenmerge: ")
+    assert printed.count("\n") == 1
+    assert words in printed
+
+
+def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--device", "cpu", "--port", str(port)]) == 2
+    assert f"--port {port} of 127.0.0.1 cannot be had (Address already in use)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["ray", "ray.serve", "starlette.requests", "prometheus_client"])
+def test_a_missing_extra_is_named(
+    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("tokenmerge.tools.serving.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["serve", "--device", "cpu", "--port", str(free_port())]) == 2
+    assert capsys.readouterr().err == f"tokenmerge: {package} is not installed; pip install tokenmerge[serve]\n"
+
+
+# A real server.
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Message
+    body: bytes
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server in a process of its own."""
+
+    process: psutil.Process
+    port: int
+    folder: Path  # of Ray's files
+    output: Path
+
+    def ask(self, path: str, body: bytes | None = None, key: str | None = KEY, timeout: float = 60) -> Answer:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return Answer(answer.status, answer.headers, answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.headers, error.read())
+
+    def draw(self, **fields: Any) -> Answer:
+        fields = {"prompt": "a rose", "size": "64x64", "steps": 4, **fields}
+        return self.ask("/v1/images/generations", json.dumps(fields).encode())
+
+    def pictures(self, **fields: Any) -> list[np.ndarray]:
+        answer = self.draw(**fields)
+        assert answer.status == 200, answer.body
+        return [pixels(base64.b64decode(each["b64_json"])) for each in answer.data["data"]]
+
+    def metric(self, name: str) -> float:
+        lines = self.ask("/metrics").body.decode().splitlines()
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith((f"tokenmerge_{name} ", f"tokenmerge_{name}{{"))
+        )
+
+    def wait(self, true: Callable[[], bool], seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return [each for each in self.family if "ServeReplica:tokenmerge:Worker" in " ".join(each.cmdline())]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    """Two replicas, batches of four, twelve places. Nothing of it is left when the tests are done."""
+    # Sockets lie there, whose paths must be short.
+    folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
+    (folder / "keys").write_text(f"{KEY}\n")
+    output, port = folder / "output", free_port()
+    options = f"--port {port} --keys {folder / 'keys'} --logs {folder / 'ray'} --device cpu --replicas 2 --max-batch 4"
+    options += " --max-queue 12 --max-side 128 --max-steps 60 --max-prompt 400"
+    command = [sys.executable, "-m", "tokenmerge", "serve", "--model", str(model), *options.split()]
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    started = Server(psutil.Process(process.pid), port, folder / "ray", output)
+    left: list[psutil.Process] = []
+    try:
+        started.wait(lambda: "serving " in output.read_text() or process.poll() is not None, 300)
+        assert process.poll() is None, output.read_text()
+        yield started
+        family = started.family
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        _, left = psutil.wait_procs(family, 5)
+    finally:
+        for each in {*left, *(started.family if process.poll() is None else [])}:
+            each.kill()
+        printed = output.read_text()
+        shutil.rmtree(folder)
+    assert process.returncode == 130
+    assert printed.endswith("tokenmerge: interrupted\n")
+    assert not left
+
+
+def together(server: Server, requests: list[dict[str, Any]]) -> list[Answer]:
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda fields: server.draw(**fields), requests))
+
+
+def test_pictures_come_as_openai_has_them(server: Server) -> None:
+    answer = server.draw(prompt=SECRET, n=2, seed=3, model="tiny", response_format="b64_json")
+    assert answer.status == 200
+    assert abs(answer.data["created"] - time.time()) < 60
+    assert [each["seed"] for each in answer.data["data"]] == [3, 4]
+    first, second = (Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) for each in answer.data["data"])
+    assert (first.format, first.size, second.size) == ("PNG", (64, 64), (64, 64))
+    assert first.tobytes() != second.tobytes()
+    (model,) = server.ask("/v1/models").data["data"]
+    assert (model["id"], model["object"], model["tokenmerge"]["limits"]["n"]) == ("tiny", "model", 10)
+    assert model["tokenmerge"]["speeds"].keys() == BATCHED_SPEEDS.keys()
+    assert server.ask("/healthz").data == {"status": "ok", "replicas": 2, "starting": 0}
+
+
+@pytest.mark.parametrize("speed", BATCHED_SPEEDS)
+def test_a_seed_gives_the_same_picture_in_any_batch(server: Server, speed: str) -> None:
+    steps = {"speed": speed, "steps": 6}
+    (alone,) = server.pictures(prompt="a rose", seed=5, **steps)
+    before = server.metric("batch_size_count"), server.metric("batch_size_sum")
+    others = [{"prompt": f"a sunflower in rain {number}", "seed": number, **steps} for number in range(7)]
+    answers = together(server, [*others[:4], {"prompt": "a rose", "seed": 5, **steps}, *others[4:]])
+    found = [pixels(base64.b64decode(answer.data["data"][0]["b64_json"])) for answer in answers]
+    assert np.abs(found[4] - alone).max() <= 1
+    assert np.abs(found[3] - alone).max() > 8
+    batches, drawn = server.metric("batch_size_count") - before[0], server.metric("batch_size_sum") - before[1]
+    assert drawn == 8
+    shares = server.ask("/v1/models").data["data"][0]["tokenmerge"]["speeds"][speed]["batched"]
+    assert batches < 8 if shares else batches == 8
+
+
+def test_requests_of_other_settings_are_no_batch(server: Server) -> None:
+    before = server.metric("batch_size_count"), server.metric("batch_size_sum")
+    requests = [{"steps": 3}, {"steps": 4}, {"size": "64x128"}, {"speed": "plain"}, {"speed": "fast"}]
+    assert [answer.status for answer in together(server, requests)] == [200] * 5
+    assert (server.metric("batch_size_count") - before[0], server.metric("batch_size_sum") - before[1]) == (5, 5)
+
+
+def test_limits_are_refused_over_http(server: Server) -> None:
+    for what, words in REFUSED:
+        answer = server.ask("/v1/images/generations", body_of(what))
+        assert answer.status == 400, what
+        assert words in answer.data["error"]["message"]
+        assert answer.data["error"]["type"] == "invalid_request_error"
+    assert server.draw(model="another").status == 404
+    assert server.ask("/v1/images").status == 404
+    assert server.ask("/v1/images/generations").status == 405
+    assert server.metric("queue") == 0
+
+
+def test_keys_are_asked_for(server: Server) -> None:
+    for path, body in (("/v1/images/generations", b'{"prompt": "a rose"}'), ("/v1/models", None), ("/metrics", None)):
+        for key in (None, "wrong", KEY[:-1]):
+            answer = server.ask(path, body, key)
+            assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert "Authorization: Bearer KEY" in answer.data["error"]["message"]
+    assert server.ask("/healthz", key=None).status == 200
+
+
+def test_a_full_queue_is_told_with_when_to_come_again(server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow: Future[Answer] = pool.submit(server.draw, n=10, steps=60)
+        server.wait(lambda: server.metric("queue") == 10)
+        full = server.draw(n=3)
+        assert full.status == 429
+        assert 1 <= int(full.headers["Retry-After"]) <= 60
+        assert "10 of 12 places are taken, and 3 are needed" in full.data["error"]["message"]
+        assert full.data["error"]["type"] == "rate_limit_error"
+        assert server.draw(n=2).status == 200
+        assert slow.result().status == 200
+    assert server.metric("queue") == 0
+
+
+def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
+    before = server.ask("/metrics").body.decode()
+    body = json.dumps({"prompt": SECRET, "size": "128x128", "steps": 60, "n": 10}).encode()
+    head = (
+        f"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
+        server.wait(lambda: server.metric("queue") == 10)
+    server.wait(lambda: server.metric("queue") == 0, 5)
+    assert 'status="499"' not in before
+    assert (
+        'tokenmerge_requests_total{route="/v1/images/generations",status="499"} 1.0'
+        in server.ask("/metrics").body.decode()
+    )
+    # What it had asked for is drawn no more.
+    drawn = server.metric("batch_size_sum")
+    assert server.draw(n=10).status == 200
+    assert server.metric("batch_size_sum") - drawn == 10
+
+
+def test_a_killed_replica_is_replaced_and_no_request_is_lost(server: Server) -> None:
+    requests = [{"prompt": f"a rose {number}", "seed": number, "steps": 60} for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(server.draw, **fields) for fields in requests]
+        server.wait(lambda: server.metric("queue") == 8)
+        time.sleep(0.2)
+        first, _ = server.workers
+        first.kill()
+        assert [each.result().status for each in asked] == [200] * 8
+    assert server.metric("redrawn_total") >= 1
+    assert server.draw().status == 200
+    server.wait(lambda: server.ask("/healthz").data["replicas"] == 2 and first not in server.workers)
+    assert server.draw(n=10).status == 200
+
+
+def listening() -> dict[int, str]:
+    """Addresses that this machine listens on, by the inode of the socket, in the order of their bytes."""
+    found = {}
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                found[int(words[9])] = words[1].partition(":")[0]
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_every_listener_is_on_loopback(server: Server) -> None:
+    addresses, found = listening(), []
+    for process in server.family:
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            target = str(entry.readlink())
+            if target.startswith("socket:[") and int(target[8:-1]) in addresses:
+                found.append((process.name(), addresses[int(target[8:-1])]))
+    # Of Ray's processes, and of HTTP.
+    assert len(found) > 8
+    loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+    assert [each for each in found if each[1] not in loopback] == []
+    # And that one can see others.
+    with socket.create_server(("0.0.0.0", 0)) as probe:
+        assert listening()[os.fstat(probe.fileno()).st_ino] == "00000000"
+
+
+def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
+    long = f"{SECRET} " * 20  # more than the text encoder takes, which diffusers tells
+    assert server.draw(prompt=long).status == 200
+    assert server.ask(f"/v1/images/generations?prompt={SECRET}", b'{"prompt": 1}').status == 400
+    assert server.ask(f"/{SECRET}").status == 404
+    server.draw(prompt=SECRET, speed=SECRET)
+    files = [path for path in server.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len([path for path in files if "Worker" in path.name]) >= 2
+    for path in [*files, server.output]:
+        assert SECRET.encode() not in path.read_bytes(), path
+    assert SECRET not in server.ask("/metrics").body.decode()
