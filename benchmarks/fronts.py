@@ -3,8 +3,9 @@
     python benchmarks/fronts.py                            # one plot for each file, to docs/fronts or --to FOLDER
     python benchmarks/fronts.py --strip FOLDER --at 1.5    # pictures of an evaluation at that speed-up
 
-A front is what no other configuration beats in both: how fast the denoiser is, and how far pictures drift. Lists of
-configurations that `tokenmerge eval` takes are in benchmarks/fronts.
+A front is what no other configuration beats in both: how fast the denoiser is, and how far pictures drift. Where time
+was not measured, the work of the denoiser stands in for it. Lists of configurations that `tokenmerge eval` takes are in
+benchmarks/fronts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fronts"
 PLOTS = ROOT / "docs" / "fronts"
 DRIFT = "lpips"
+# The same to the second yardstick, the plain picture with more steps.
+FINE = f"{DRIFT}_fine"
 # What others are measured by, the time of which the plots mark.
 YARDSTICK = "toma:ratio=0.5"
 SPEED_UPS = (1.25, 1.5, 2.0)
@@ -45,14 +48,26 @@ KINDS = {
     "Merge and Hold": ("#000000", "*"),
     "step cache of diffusers": ("#009E73", "^"),
     "with a step cache": ("#CC79A7", "P"),
+    "cache-dit": ("#5A49F2", "<"),
+    "cache-dit with TaylorSeer": ("#C200F2", ">"),
+    "DeepCache": ("#80001A", "p"),
+    "fewer steps": ("#B8A600", "d"),
+    "UniPC": ("#004D40", "h"),
+    "DPM++": ("#658026", "H"),
+    "with another schedule": ("#CCA770", "8"),
 }
+# Rivals by the names that they are typed by.
+_SCHEDULES = {"steps": "fewer steps", "unipc": "UniPC", "dpm++": "DPM++"}
 
 
 def kind_of(record: dict[str, Any]) -> str:
     """Which of `KINDS` a configuration is."""
     there = {each["technique"]: each for each in record["techniques"]}
-    if record["cache"] is not None:
-        return "with a step cache" if there else "step cache of diffusers"
+    cache, schedule = record["cache"], record.get("schedule")
+    if schedule is not None:
+        return "with another schedule" if there or cache else _SCHEDULES[schedule["name"]]
+    if cache is not None:
+        return "with a step cache" if there else _kind_of_cache(cache)
     if len(there) == 2:
         return "Merge and Hold"
     if "hold" in there:
@@ -62,8 +77,19 @@ def kind_of(record: dict[str, Any]) -> str:
     return "Merge: paper's ToMA" if record["label"].startswith("toma") else "Merge: small tiles"
 
 
+def _kind_of_cache(cache: dict[str, Any]) -> str:
+    if cache["name"] == "cache-dit":
+        return "cache-dit with TaylorSeer" if cache["taylorseer"] else "cache-dit"
+    return "DeepCache" if cache["name"] == "deepcache" else "step cache of diffusers"
+
+
+def is_timed(record: dict[str, Any]) -> bool:
+    return record["denoiser_speed_up"] is not None
+
+
 def speed(record: dict[str, Any]) -> float:
-    return float(record["denoiser_speed_up"])
+    """Over the plain model: in time, or else in work."""
+    return float(record["denoiser_speed_up"] if is_timed(record) else 1 / record["work"])
 
 
 def drift(record: dict[str, Any]) -> float:
@@ -108,6 +134,20 @@ def front_table(records: Sequence[dict[str, Any]]) -> str:
     return f"{markdown(['kind', *_HEADER], rows)}\n\n{_told(records)}"
 
 
+def rivals_table(records: Sequence[dict[str, Any]]) -> str:
+    """Every configuration on both yardsticks, the least work of a kind first."""
+    steps, error = records[0]["reference_steps"], records[0]["metrics"][FINE]["mean"]
+    header = ["kind", "configuration", "work", "LPIPS ↓", "share of the schedule's error", f"LPIPS to {steps} steps ↓"]
+    rows = [["plain", f"`{records[0]['label']}`", "100 %", "", "", f"{error:.4f}"]]
+    for kind in KINDS:
+        mine = [record for record in measured(records) if kind_of(record) == kind]
+        for record in sorted(mine, key=lambda record: record["work"]):
+            share, fine = record["shares"][DRIFT], record["metrics"][FINE]["mean"]
+            figures = [f"{100 * record['work']:.0f} %", f"{drift(record):.4f}", f"{100 * share:.3g} %", f"{fine:.4f}"]
+            rows.append([kind, f"`{record['label']}`", *figures])
+    return f"{markdown(header, rows)}\n\n{_sample(records[0])}."
+
+
 def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
     """What drifts least of every kind, at the time of the yardstick and at round speed-ups."""
     yardstick = next(record for record in records if record["label"] == YARDSTICK)
@@ -135,7 +175,12 @@ def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 def _is(name: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
     techniques = Techniques.of(preset(name).replace(**changes)).to_list()
-    return lambda record: record["cache"] is None and record["techniques"] == techniques
+
+    def matches(record: dict[str, Any]) -> bool:
+        alone = record["cache"] is None and record.get("schedule") is None
+        return alone and record["techniques"] == techniques
+
+    return matches
 
 
 def _is_cache(name: str, **values: Any) -> Callable[[dict[str, Any]], bool]:
@@ -158,7 +203,7 @@ _CHOICES = {
     "MagCache of diffusers, at most one skip": _is_cache("mag", max_skip_steps=1),
     "MagCache of diffusers, at most three skips": _is_cache("mag", max_skip_steps=3),
     "`Hold(every=2)`": _is("hold", every=2),
-    "**`Hold()`**, what `apply(pipe)` does": _is("hold"),
+    "`Hold(every=3)`": _is("hold", every=3),
     "`Hold(every=5)`": _is("hold", every=5),
 }
 _HEADER = ["configuration", "denoiser speed-up", "LPIPS ↓", "MSE ↓", "FID ↓"]
@@ -185,10 +230,8 @@ def conditions(record: dict[str, Any]) -> str:
 
 def _sample(record: dict[str, Any]) -> str:
     """The same, and how many pictures there are."""
-    return (
-        f"{conditions(record)}; {record['prompts']} prompts x {record['seeds']} seeds, time in batches of "
-        f"{record['timing']['batch']}"
-    )
+    time = f", time in batches of {record['timing']['batch']}" if record["timing"] else ""
+    return f"{conditions(record)}; {record['prompts']} prompts x {record['seeds']} seeds{time}"
 
 
 def _told(records: Sequence[dict[str, Any]]) -> str:
@@ -222,7 +265,14 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     # Nine to a decade would lie on top of each other.
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
-    axes.set_xlabel("speed-up of the denoiser over the plain model")
+    timed = is_timed(records[0])
+    axes.set_xlabel(
+        "speed-up of the denoiser over the plain model" if timed else "times less work than the plain model"
+    )
+    error = records[0]["metrics"].get(FINE)
+    if error is not None:
+        told = f"error of the {records[0]['steps']} steps themselves"
+        axes.axhline(error["mean"], color="#777777", linestyle=":", linewidth=1, label=told)
     axes.set_ylabel("LPIPS to the plain picture, lower is better")
     axes.set_title(textwrap.fill(_sample(records[0]), 110), fontsize=7, color="#555555", loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))

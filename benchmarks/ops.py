@@ -31,10 +31,9 @@ from torch import Tensor
 from tokenmerge import Merge
 from tokenmerge.merging.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
 from tokenmerge.merging.ops import backend_for, reference
-from tokenmerge.merging.ops.reference import Rotary
 from tokenmerge.tools.measure import captured, environment
 
-# Batch, grid and channels of a layer. Flux has rotary tables.
+# Batch, grid and channels of a layer.
 CASES = {
     "sdxl": (2, TokenGrid(64, 64), 640),
     "sdxl-deep": (2, TokenGrid(32, 32), 1280),
@@ -44,10 +43,7 @@ CASES = {
 REGIONS = ("tile:4x4", "tile:8x8", "tile:16x16", "whole")
 RATIOS = (0.5, 0.75)
 TEMPERATURE = 0.001
-OPERATIONS = ("select", "weigh", "gather", "weigh+gather", "build", "merge", "unmerge")
-# Of rotary tables: rows for text, and columns.
-TEXT, WIDTH = 512, 128
-ROTARY_CASES = ("flux", "smoke")
+OPERATIONS = ("select", "weigh", "build", "merge", "unmerge")
 # The most calls that are timed as one.
 CALLS = 16
 # A call slower than this is timed by itself, a few times.
@@ -67,7 +63,6 @@ class Inputs:
     merge_weights: Tensor
     unmerge_weights: Tensor
     merged: Tensor
-    rotary: Rotary
 
 
 @dataclass
@@ -86,11 +81,8 @@ class Problem:
         if operation in ("select", "build"):
             chosen = ops.select(inputs.tokens, order, layout.select_regions, layout.select_count)
             return chosen if operation == "select" else ops.weigh(inputs.tokens, order, chosen, temperature=TEMPERATURE)
-        if operation in ("weigh", "weigh+gather"):
-            rotary = None if operation == "weigh" else inputs.rotary
-            return ops.weigh(inputs.tokens, order, inputs.destinations, temperature=TEMPERATURE, rotary=rotary)
-        if operation == "gather":
-            return ops.gather_rotary(inputs.rotary, inputs.destinations[0].flatten())
+        if operation == "weigh":
+            return ops.weigh(inputs.tokens, order, inputs.destinations, temperature=TEMPERATURE)
         if operation == "merge":
             return ops.merge(inputs.tokens, order, inputs.merge_weights)
         return ops.unmerge(inputs.merged, order, self.inverse, inputs.unmerge_weights, inputs.tokens)
@@ -103,14 +95,11 @@ class Problem:
         )
         order = 0 if self.partition.order is None else self.partition.order.numel() * 8
         chosen = first.destinations.numel() * 8
-        gathered = 4 * first.rotary.merged[0].numel() * 4
         return (
             order
             + {
                 "select": tokens + chosen,
                 "weigh": tokens + chosen + 2 * weights,
-                "gather": chosen + gathered,
-                "weigh+gather": tokens + chosen + 2 * weights + gathered,
                 "build": tokens + 2 * weights,
                 "merge": tokens + weights + merged,
                 "unmerge": merged + weights + 2 * tokens,
@@ -132,11 +121,7 @@ def build_problem(
         chosen = reference.select(tokens, order, layout.select_regions, layout.select_count, selection="uniform")
         merge, unmerge = reference.weigh(tokens, order, chosen.contiguous())
         merged = reference.merge(tokens, order, merge)
-        rows = (TEXT + grid.count, TEXT + merged.shape[1])
-        whole, gathered = (
-            [torch.rand(count, WIDTH, generator=generator, device=device) for _ in "cs"] for count in rows
-        )
-        made.append(Inputs(tokens, chosen.contiguous(), merge, unmerge, merged, Rotary(whole, gathered)))
+        made.append(Inputs(tokens, chosen.contiguous(), merge, unmerge, merged))
     return Problem(name, regions, ratio, partition, None if order is None else invert_order(order), made)
 
 
@@ -144,8 +129,6 @@ def check(problem: Problem, operation: str, ops: Any) -> None:
     """Refuse what is further from the exact result than twice what the reference is in this dtype, plus a rounding."""
     inputs = problem.sets[0]
     layout, order = problem.partition.layout, problem.partition.order
-    for table in inputs.rotary.merged:
-        table.fill_(math.nan)
     result = problem.call(ops, operation, inputs)
     if operation == "select":
         if not bool((result.sort(-1).values.diff(dim=-1) > 0).all()):
@@ -165,26 +148,14 @@ def check(problem: Problem, operation: str, ops: Any) -> None:
         return
     if operation == "build":
         return
-    if "gather" in operation:
-        expected = [torch.empty_like(each) for each in inputs.rotary.merged]
-        reference.gather_rotary(Rotary(inputs.rotary.tables, expected), inputs.destinations[0].flatten())
-        if not all(map(torch.equal, inputs.rotary.merged, expected)):
-            raise WrongResult(f"{operation} in {problem.regions} of {problem.name} leaves wrong rotary tables")
-        if operation == "gather":
-            return
-    exact_inputs = Inputs(
-        *(
-            each.double() if isinstance(each, Tensor) and each.is_floating_point() else each
-            for each in vars(inputs).values()
-        )
-    )
+    exact_inputs = Inputs(*(each.double() if each.is_floating_point() else each for each in vars(inputs).values()))
     plain = problem.call(reference, operation, inputs)
     exact = problem.call(reference, operation, exact_inputs)
-    if "weigh" not in operation:
+    if operation != "weigh":
         result, plain, exact = (result,), (plain,), (exact,)
     rounding = torch.finfo(inputs.tokens.dtype).eps
     # A similarity is right to a rounding of fp32, which the softmax divides by the temperature.
-    floor = torch.finfo(torch.float32).eps / TEMPERATURE if "weigh" in operation else 0.0
+    floor = torch.finfo(torch.float32).eps / TEMPERATURE if operation == "weigh" else 0.0
     for mine, theirs, true in zip(result, plain, exact, strict=True):
         error, allowed = ((each.double() - true).abs().max().item() for each in (mine, theirs))
         if not error <= 2 * allowed + rounding * max(1.0, true.abs().max().item()) + floor:
@@ -323,8 +294,6 @@ def _calls(
     problem: Problem, kernels: Any, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, str, Callable[[Inputs], Any]]]:
     for operation in arguments.operations:
-        if "gather" in operation and problem.name not in ROTARY_CASES:
-            continue
         check(problem, operation, kernels)
         for implementation, ops in (("kernel", kernels), ("reference", reference)):
             yield operation, implementation, lambda inputs, ops=ops, op=operation: problem.call(ops, op, inputs)

@@ -8,8 +8,10 @@ A document asks for a table between two comments, `<!-- table: KIND FILE ... -->
 every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
 named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
 `maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
-an evaluation), `heldmaps` (what becomes of maps under Hold),
-`equal-time` (what drifts least at equal speed-up) and `losses` (what a user would choose between).
+an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
+(which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
+on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
+(what residuals run straightest over) and `drift` (how well Hold knows its drift).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drift
 import fronts
 import ops
+import serve
 
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import preset
@@ -161,6 +165,77 @@ def held_maps_table(names: list[str]) -> str:
     )
 
 
+def generic_table(names: list[str]) -> str:
+    """What is held of every class without a table, and why of some nothing is."""
+    records = read(names)
+    held = [record for record in records if record["outcome"] == "held"]
+    checked = [record for record in held if all(record["checks"].values())]
+    equal = [record for record in held if "table" in record["checks"]]
+    version = records[0]["environment"]["diffusers"]
+    others = [record for record in records if record["outcome"] != "held" and not record["table"]]
+    told = [
+        (
+            f"diffusers {version}, {len(records)} classes and forms of them: {len(held)} are held, "
+            f"{sum(record['outcome'] == 'refused' for record in records)} are refused, "
+            f"{sum(record['outcome'] == 'not tried' for record in records)} were not tried. "
+            f"Of those held, {len(checked)} passed every check. {len(equal)} have a table that holds the same blocks, "
+            "and give the same output bit for bit with it."
+        ),
+        markdown(
+            ["class without a table", "held", "runs"],
+            [_generic_row(record) for record in held if not record["table"]],
+        ),
+        markdown(
+            ["class", "outcome", "why"],
+            [[f"`{record['class']}`", record["outcome"], record["reason"]] for record in others],
+        ),
+    ]
+    return "\n\n".join(told)
+
+
+def _generic_row(record: dict[str, Any]) -> list[str]:
+    name, *form = record["class"].split(" ", 1)
+    runs = ", ".join(f"`{first}` to `{last}`" for first, last in record["runs"])
+    return [" ".join([f"`{name}`", *form]), f"{record['held']} of {record['blocks']}", runs]
+
+
+# Of `video.py`: tiles that one chooses between, by the words of `regions`, and tokens by kind and noise.
+VIDEO_TILES = {
+    "1x4x4": "`tile:4x4`",
+    "1x4x4 map": "`tile:4x4`, one map for all frames",
+    "1x4x8": "`tile:4x8`",
+    "2x4x4": "`tile:2x4x4`",
+    "4x4x4": "`tile:4x4x4`",
+}
+VIDEO_TOKENS = {
+    ("latent", None): "latents without noise",
+    ("latent", False): "noisy latents",
+    ("tiny-flux", False): "tokens of `tiny-flux`",
+    ("tiny-flux", True): "the same, one noise for all frames",
+}
+
+
+def video_table(names: list[str]) -> str:
+    """What tiles lose of clips that move, at half of the tokens: means over motions, blocks and levels of noise."""
+    records = [record for record in read(names) if record["ratio"] == 0.5]
+    rows = []
+    for (features, shared), told in VIDEO_TOKENS.items():
+        kind = [each for each in records if each["features"].split()[0] == features]
+        clips = [each for each in kind if each["frames_share_noise"] is shared]
+        for tile, regions in VIDEO_TILES.items():
+            found = [clip["tiles"][tile] for clip in clips if clip["motion"] != "still"]
+            still = [clip["tiles"][tile]["target_flicker"] for clip in clips if clip["motion"] == "still"]
+            keys = ("similarity", "target_error", "target_flicker", "target_rest")
+            means = [sum(each[key] for each in found) / len(found) for key in keys]
+            values = (*means[:3], sum(still) / len(still), means[3], max(each["target_rest"] for each in found))
+            # Measured of latents only.
+            largest = max((each["target_step"] for each in found if "target_step" in each), default=None)
+            row = [f"{value:.2f}" for value in values]
+            rows.append([told, regions, *row, "" if largest is None else f"{largest:.2f}"])
+    header = ["similarity", "error", "flicker", "flicker of a still", "frame change", "at most", "largest step"]
+    return markdown(["tokens", "regions", *header], rows)
+
+
 def locality_table(names: list[str]) -> str:
     return markdown(*locality_cells(read(names)))
 
@@ -173,8 +248,43 @@ def equal_time_table(names: list[str]) -> str:
     return fronts.equal_time_table(read(names))
 
 
+def rivals_table(names: list[str]) -> str:
+    return fronts.rivals_table(read(names))
+
+
 def losses_table(names: list[str]) -> str:
     return fronts.losses_table([read([name]) for name in names])
+
+
+def serve_table(names: list[str]) -> str:
+    return serve.table(read(names))
+
+
+def coordinates_table(names: list[str]) -> str:
+    """How much larger errors are than by the best coordinate of the same rows, on average and at most."""
+    records = read(names)
+    coordinates = list(records[0]["errors"])
+    rows = []
+    for model, schedule in dict.fromkeys((record["model"], record["schedule"]) for record in records):
+        mine = [each["errors"] for each in records if (each["model"], each["schedule"]) == (model, schedule)]
+        ratios = [[errors[name] / min(errors.values()) for errors in mine] for name in coordinates]
+        rows.append([model, schedule, *(f"{sum(each) / len(each):.2f}" for each in ratios)])
+    every = [[each["errors"][name] / min(each["errors"].values()) for each in records] for name in coordinates]
+    rows.append(["all", "mean", *(f"{sum(each) / len(each):.2f}" for each in every)])
+    rows.append(["all", "worst", *(f"{max(each):.2f}" for each in every)])
+    return markdown(["model", "schedule", *coordinates], rows)
+
+
+def drift_table(names: list[str]) -> str:
+    """How well estimates of drift agree with the truth."""
+    rows = []
+    for model, told in drift.judged(read(names)).items():
+        within = sorted(told["within"])
+        middle = within[len(within) // 2]
+        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off']:.1f}", f"{told['off_90']:.1f}"]
+        rows.append([f"`{model}`", *map(str, cells)])
+    header = ["rank correlation", "within a setting, median", "least", "median error, dB", "of nine in ten, dB"]
+    return markdown(["model", "pictures", *header], rows)
 
 
 KINDS = {
@@ -186,9 +296,15 @@ KINDS = {
     "overlap": overlap_table,
     "locality": locality_table,
     "heldmaps": held_maps_table,
+    "generic": generic_table,
+    "video": video_table,
     "front": front_table,
     "equal-time": equal_time_table,
+    "rivals": rivals_table,
     "losses": losses_table,
+    "serve": serve_table,
+    "coordinates": coordinates_table,
+    "drift": drift_table,
 }
 
 

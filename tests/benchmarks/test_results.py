@@ -53,9 +53,9 @@ def test_labels_and_techniques_say_the_same(path: Path) -> None:
     for row in read(path):
         label = row["label"].removeprefix(BOUND)
         if label in own_names:
-            meant, cache = own_names[label], None
+            meant, cache, schedule = own_names[label], None, None
         else:
-            meant, cache = read_typed(label).configuration.what
+            meant, cache, schedule = read_typed(label).configuration.what
         if row["label"].startswith(BOUND):
             assert meant.merge is not None
             meant = Techniques.of(meant.merge.replace(method="lower-bound"))
@@ -63,6 +63,8 @@ def test_labels_and_techniques_say_the_same(path: Path) -> None:
         assert not row["techniques"] or from_data(row["techniques"]) == meant
         # Benchmarks have no caches.
         assert row.get("cache") == (cache.to_dict() if cache else None), row["label"]
+        # Results of before had none.
+        assert row.get("schedule") == (schedule.to_dict() if schedule else None), row["label"]
 
 
 @pytest.mark.parametrize("path", OF_TECHNIQUES, ids=named)

@@ -52,7 +52,7 @@ def test_the_core_works_without_diffusers() -> None:
     code = WITHOUT + (
         "import tokenmerge\n"
         "from tokenmerge import Hold, Merge\n"
-        "print(Merge(ratio=0.25).ratio, Hold().every, sorted(tokenmerge.presets())[:1])\n"
+        "print(Merge(ratio=0.25).ratio, Hold(every=3).every, sorted(tokenmerge.presets())[:1])\n"
         "try:\n"
         "    tokenmerge.apply(object(), Hold())\n"
         "except tokenmerge.TokenMergeError as error:\n"

@@ -20,7 +20,17 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
 # Names of 0.1. Only these pages tell of them.
-GONE = ("MergeConfig", "anchor", "unet-hold", "gap_dtype", "step_ratios", "block_ratios", "coverage=", "span")
+GONE = (
+    "MergeConfig",
+    "anchor",
+    "unet-hold",
+    "gap_dtype",
+    "step_ratios",
+    "block_ratios",
+    "coverage=",
+    "span=",
+    'sites="span"',
+)
 TELL_OF_GONE = ("log.md", "upgrading.md")
 
 
@@ -46,7 +56,7 @@ def test_the_code_of_readme_runs(saved_pipeline: Path, capsys: pytest.CaptureFix
     assert MODEL in code[0]
     names = run(code, saved_pipeline)
     out = capsys.readouterr().out
-    assert "hold every 3" in out
+    assert "hold within 0.02" in out
     assert re.search(r"\d+ full, \d+ held", out)
     assert "_tokenmerge" not in vars(names["pipe"].unet)
     assert torch.is_grad_enabled()

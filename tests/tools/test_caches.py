@@ -15,10 +15,12 @@ import tiny
 import tokenmerge
 from tokenmerge import Merge, TokenMergeError
 from tokenmerge.runtime.foreign import cache_hooks
-from tokenmerge.tools.caches import calibrate, disable_cache, enable_cache, read_cache, try_cache
 from tokenmerge.tools.drawing.pictures import to_tensor
 from tokenmerge.tools.drawing.request import Request, draw
 from tokenmerge.tools.loading import load_pipeline
+from tokenmerge.tools.rivals.base import Run
+from tokenmerge.tools.rivals.diffusers_caches import calibrate
+from tokenmerge.tools.rivals.reading import RIVALS, read_rival
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -64,10 +66,10 @@ def picture(flux: tuple[Any, Any], seed: int = 0, guidance: float | None = None)
     ],
 )
 def test_caches_as_typed(text: str, name: str, values: dict[str, Any]) -> None:
-    cache = read_cache(text)
+    cache = read_rival(text)
     assert (cache.name, dict(cache.values)) == (name, values)
     # Defaults are values like others.
-    assert read_cache(f"{name}:{','.join(f'{key}={typed(value)}' for key, value in values.items() if value)}") == cache
+    assert read_rival(f"{name}:{','.join(f'{key}={typed(value)}' for key, value in values.items() if value)}") == cache
 
 
 def typed(value: Any) -> str:
@@ -79,8 +81,8 @@ def typed(value: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a cache is empty; write it as in first-block:threshold=0.1"),
-        ("second-block", "is unknown (did you mean 'first-block'?); choose from first-block, mag, taylorseer, faster"),
+        ("", "a rival is empty; write it as in first-block:threshold=0.1"),
+        ("second-block", f"is unknown (did you mean 'first-block'?); choose from {', '.join(RIVALS)}"),
         ("first-block + mag", "'first-block + mag' is unknown"),
         ("first-block:mag_ratios=1", "no field 'mag_ratios'; its fields are threshold"),
         ("mag:mag_ratios=1", "its fields are threshold, max_skip_steps, retention_ratio"),
@@ -99,14 +101,14 @@ def typed(value: Any) -> str:
 )
 def test_caches_that_cannot_be(text: str, words: str) -> None:
     with pytest.raises(TokenMergeError) as error:
-        read_cache(text)
+        read_rival(text)
     assert words in str(error.value)
 
 
 def test_a_cache_that_diffusers_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(diffusers.hooks, "MagCacheConfig")
     with pytest.raises(TokenMergeError, match="has no MagCacheConfig; install a newer one"):
-        read_cache("mag")
+        read_rival("mag")
 
 
 @pytest.mark.parametrize(
@@ -125,18 +127,17 @@ def test_a_picture_does_not_depend_on_those_before_it(
 ) -> None:
     pipe, _ = flux
     plain = picture(flux, guidance=guidance)
-    cache = read_cache(text)
+    cache = read_rival(text)
     ratios = calibrate(pipe, partial(picture, flux, guidance=guidance), STEPS) if cache.calibrated else None
     if merged:
         tokenmerge.apply(pipe, Merge(ratio=0.5))
     uncached = picture(flux, guidance=guidance)
-    enable_cache(pipe, cache, STEPS, ratios)
-    first = picture(flux, guidance=guidance)
-    other = picture(flux, seed=1, guidance=guidance)
-    assert torch.equal(picture(flux, guidance=guidance), first)
-    assert torch.equal(picture(flux, seed=1, guidance=guidance), other)
-    assert not torch.equal(first, uncached)
-    disable_cache(pipe)
+    with cache.enabled(pipe, Run(STEPS, mag_ratios=ratios)):
+        first = picture(flux, guidance=guidance)
+        other = picture(flux, seed=1, guidance=guidance)
+        assert torch.equal(picture(flux, guidance=guidance), first)
+        assert torch.equal(picture(flux, seed=1, guidance=guidance), other)
+        assert not torch.equal(first, uncached)
     assert torch.equal(picture(flux, guidance=guidance), uncached)
     tokenmerge.remove(pipe)
     assert cache_hooks(pipe.transformer) == []
@@ -180,31 +181,28 @@ def test_calibration_needs_one_call_a_step(flux: tuple[Any, Any], steps: int) ->
     assert not pipe.transformer.is_cache_enabled
 
 
-@pytest.mark.parametrize(
-    ("text", "ratio", "words"),
-    [
-        ("faster", None, "FluxPipeline makes 12 in 6 steps; use another cache, or no guidance"),
-        ("taylorseer", 0.5, "stores tensors inside of blocks"),
-    ],
-)
-def test_a_cache_that_does_not_go_with_the_model_is_refused(
-    flux: tuple[Any, Any], text: str, ratio: float | None, words: str
-) -> None:
+def test_a_cache_that_takes_calls_for_steps_is_refused_where_guidance_calls_twice(flux: tuple[Any, Any]) -> None:
+    with pytest.raises(TokenMergeError, match="FluxPipeline makes 12 in 6 steps; use another cache, or no guidance"):
+        read_rival("faster").check_calls(flux[0], 12, 6)
+
+
+def test_a_cache_inside_of_blocks_does_not_go_with_merging(flux: tuple[Any, Any]) -> None:
     pipe, _ = flux
-    if ratio:
-        tokenmerge.apply(pipe, Merge(ratio=ratio))
-    try:
-        with pytest.raises(TokenMergeError, match=words):
-            try_cache(pipe, read_cache(text), partial(picture, flux), STEPS)
-        assert not pipe.transformer.is_cache_enabled
-    finally:
-        tokenmerge.remove(pipe)
+    with (
+        tokenmerge.applied(pipe, Merge(ratio=0.5)),
+        read_rival("taylorseer").enabled(pipe, Run(STEPS)),
+        pytest.raises(TokenMergeError, match="stores tensors inside of blocks"),
+    ):
+        picture(flux)
+    assert not pipe.transformer.is_cache_enabled
 
 
 @pytest.mark.parametrize("family", ["sdxl", "sd3"])
 def test_a_model_without_caches_is_refused(family: str) -> None:
     pipe = tiny.build(family)
     name = type(tiny.denoiser_of(pipe)).__name__
-    with pytest.raises(TokenMergeError, match=rf"{name} has no enable_cache in diffusers .*; leave out the cache"):
-        enable_cache(pipe, read_cache("first-block"), STEPS)
-    disable_cache(pipe)
+    with (
+        pytest.raises(TokenMergeError, match=rf"{name} has no enable_cache in diffusers .*; leave out the cache"),
+        read_rival("first-block").enabled(pipe, Run(STEPS)),
+    ):
+        pass

@@ -15,12 +15,12 @@ from tokenmerge import Hold, Merge, presets
 from tokenmerge.config import METHODS
 from tokenmerge.tools import loading
 from tokenmerge.tools.bench.comparison import MODES, ON_CPU, ON_GPU
-from tokenmerge.tools.caches import CACHES
 from tokenmerge.tools.cli.main import main, parser
 from tokenmerge.tools.loading import BUNDLED, outline
 from tokenmerge.tools.quality.metrics import BY_NAME
 from tokenmerge.tools.quality.networks import CLIP_MODEL, DINO_MODEL
 from tokenmerge.tools.random_models import RANDOM_MODELS
+from tokenmerge.tools.rivals.reading import CACHES, SCHEDULES
 
 SDXL = {
     "_class_name": "UNet2DConditionModel",
@@ -113,6 +113,25 @@ def test_plan_of_flux_at_every_size(
     assert "5 x one of the first 5 blocks of joint (skip_first)" in printed
 
 
+@pytest.mark.parametrize(
+    ("typed", "grid", "told"),
+    [
+        (("wan-random", "--size", "1280x720", "--frames", "81"), "21x45x80", "1575 ragged tiles of 3x16"),
+        (("wan-1.3b-random",), "21x30x52", "728 ragged tiles of 3x15"),
+        (("wan-1.3b-random", "--frames", "77"), "20x30x52", "1040 ragged tiles of 2x15"),
+    ],
+)
+def test_plan_of_a_video_needs_no_weights(
+    typed: tuple[str, ...], grid: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", "--model", *typed, "--techniques", "video", "hold", "--json") == 0
+    merged, held = json.loads(capsys.readouterr().out)
+    assert [group["grid"] for group in (*merged["groups"], *held["groups"])] == [grid] * 2
+    assert merged["groups"][0]["regions"] == told
+    assert run("plan", "--model", "flux-random", "--frames", "5") == 2
+    assert "makes single images; leave frames out" in capsys.readouterr().err
+
+
 def test_plan_takes_what_apply_does_and_several(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "--model", str(models / "sdxl"), "--json") == 0
     (plan,) = json.loads(capsys.readouterr().out)
@@ -148,7 +167,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
         ("flux", ["--techniques", "toma:components=cross_attention"], "no site"),
         ("flux", ["--techniques", "hold:what=stages"], "stages"),
         ("flux", ["--techniques", "best"], "unknown"),
-        ("flux", ["--techniques", "none + mag"], "has a step cache, which decides while it runs; leave it out"),
+        ("flux", ["--techniques", "none + mag"], "plan knows techniques alone; leave out mag"),
         ("flux", ["--steps", "0"], "--steps is 0; it must be 1 or more"),
         ("flux", ["--size", "1024x4"], "larger size"),
         # Width first, as in all commands.
@@ -174,7 +193,9 @@ def test_bad_input_is_one_line_that_says_what_to_do(
     assert words in printed.err
 
 
-@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval --metrics mse", "tune --budget mse=100"])
+@pytest.mark.parametrize(
+    "command", ["plan", "generate", "bench", "eval --metrics mse", "tune --budget mse=100", "serve"]
+)
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -322,7 +343,7 @@ def test_two_dashes_end_the_options(
     assert capsys.readouterr().err == 2 * "tokenmerge: --steps is 0; it must be 1 or more\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "bench", "eval", "reproduce", "metrics", "tune", "presets"])
+@pytest.mark.parametrize("command", command_parsers())
 def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
         run(command, "--help")
@@ -357,7 +378,8 @@ def test_help_tells_of_every_field_of_both_techniques(command: str, capsys: pyte
         ("eval", ", ".join(BY_NAME)),
         ("eval", f"(default: {CLIP_MODEL})"),
         ("tune", f"(default: {DINO_MODEL})"),
-        ("tune", ", ".join(CACHES[:-1]) + f" or {CACHES[-1]}"),
+        ("eval", ", ".join(CACHES[:-1]) + f" or {CACHES[-1]}"),
+        ("eval", ", ".join(SCHEDULES[:-1]) + f" or {SCHEDULES[-1]}"),
         ("bench", ", ".join(MODES)),
         ("bench", f"(default: {ON_GPU.warmups} on a GPU, else {ON_CPU.warmups})"),
         ("bench", f"(default: {ON_GPU.settle:g} on a GPU, else {ON_CPU.settle:g})"),
@@ -373,7 +395,7 @@ def test_help_tells_what_the_code_has(command: str, words: str, capsys: pytest.C
     assert words in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune"])
+@pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune", "serve"])
 @pytest.mark.parametrize(("model", "near"), [("tiny-fluks", " (did you mean 'tiny-flux'?)"), ("some/model", "")])
 def test_an_unknown_model_is_told_alike_and_at_once(
     command: str,
@@ -443,7 +465,12 @@ def test_a_model_is_planned_at_its_own_size_by_default(models: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     ("package", "command", "extra"),
-    [("diffusers", "plan", "generate"), ("PIL", "generate", "generate"), ("numpy", "metrics a b", "eval")],
+    [
+        ("diffusers", "plan", "generate"),
+        ("PIL", "generate", "generate"),
+        ("gradio", "demo", "demo"),
+        ("numpy", "metrics a b", "eval"),
+    ],
 )
 def test_a_package_that_is_missing_is_told_with_its_extra(package: str, command: str, extra: str) -> None:
     code = (

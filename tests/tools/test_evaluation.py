@@ -30,27 +30,36 @@ from skimage.color import rgb2lab
 
 from saved import save_sdxl
 from tokenmerge import TokenMergeError
-from tokenmerge.tools import caches, files, measure
+from tokenmerge.tools import files, measure
 from tokenmerge.tools.cli.main import main, parser
+from tokenmerge.tools.drawing.pictures import to_tensor
 from tokenmerge.tools.drawing.request import draw
+from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation import plots, table
-from tokenmerge.tools.evaluation.folder import Folder
+from tokenmerge.tools.evaluation.folder import Folder, Sample, read_picture
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.evaluation.results import Results, Row
 from tokenmerge.tools.evaluation.run import Task, evaluate
+from tokenmerge.tools.evaluation.yardstick import fine_pictures
 from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.measure import timed_calls
 from tokenmerge.tools.paper.studies import STUDIES, Study
+from tokenmerge.tools.quality import compare
 from tokenmerge.tools.quality.metrics import BY_NAME
 from tokenmerge.tools.quality.networks import Sources
 from tokenmerge.tools.quality.statistics import Estimate
+from tokenmerge.tools.rivals.diffusers_caches import DIFFUSERS_CACHES
 from tokenmerge.tools.typed import read_configurations
 
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more", "a tulip")
 SEEDS = (0, 7)
-CONFIGURATIONS = ("dit:ratio=0.5 + hold:start=0", "toma-stripe:ratio=0.25")
+CONFIGURATIONS = ("dit:ratio=0.5 + hold:every=2,start=0", "toma-stripe:ratio=0.25")
 # Of the metrics of the report, those whose networks `judges` makes.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
+# Steps of the second yardstick, and the metrics that are distances.
+FINE = 3
+DISTANCES = ("mse", "lpips", "dino")
+FINE_METRICS = {f"{name}_fine" for name in DISTANCES}
 KILLS = 10
 TIMES = ("seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up")
 WHERE = {"device": "a machine", "torch": "one"}
@@ -72,10 +81,11 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(networks: Path, **changes: Any) -> Task:
-    """An evaluation of 18 small pictures."""
+    """An evaluation of 18 small pictures, and 6 with more steps."""
     given = {
         "seeds": SEEDS,
         "steps": 2,
+        "reference_steps": FINE if changes.get("steps", 2) < FINE else 0,
         "size": (64, 64),
         "metrics": METRICS,
         "sources": Sources(networks),
@@ -144,17 +154,31 @@ def test_what_an_evaluation_writes(finished: Path) -> None:
             if name not in ("fid", "kid"):
                 assert value["mean"] == pytest.approx(sum(line[name] for line in own) / len(own))
                 assert value["interval"] > 0
-        assert set(result["metrics"]) == ({"clip"} if result["label"] == "none" else set(METRICS))
+        plain = result["label"] == "none"
+        assert set(result["metrics"]) == FINE_METRICS | ({"clip"} if plain else set(METRICS))
+        # Drift as a share of how far the plain picture is from the one with more steps.
+        errors = results[0]["metrics"]
+        assert result["shares"] == pytest.approx(
+            {} if plain else {n: result["metrics"][n]["mean"] / errors[f"{n}_fine"]["mean"] for n in DISTANCES}
+        )
+        assert result["reference_steps"] == FINE
         assert 0 < result["timing"]["denoiser_seconds"] < result["timing"]["median"]
         assert result["timing"]["batch"] == 1
         assert (result["prompts"], result["seeds"], result["model"]) == (3, 2, "tiny-flux")
     assert "-> 32" in results[1]["timing"]["tokens"]
-    assert [result["kinds"] for result in results] == [{}, {"merged": 1, "held": 1}, {"merged": 2}]
-    assert {path.stem for path in (finished / "plots").iterdir()} == set(METRICS)
+    # Of two steps none can be held.
+    assert [result["kinds"] for result in results] == [{}, {"merged": 2}, {"merged": 2}]
+    assert results[0]["work"] == 1
+    assert results[1]["work"] < 0.9
+    assert {path.stem for path in (finished / "plots").iterdir()} == set(METRICS) | FINE_METRICS
     assert not list(finished.rglob("*.partial"))
     header, _, *rows = (finished / "table.md").read_text().splitlines()
     times = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
-    assert [cell.strip() for cell in header.split("|")[1:6]] == ["configuration", *times]
+    assert [cell.strip() for cell in header.split("|")[1:7]] == ["configuration", *times, "work"]
+    assert f"| LPIPS ↓ | LPIPS to {FINE} steps ↓ |" in header
+    assert header.endswith("| share of schedule's error |")
+    assert rows[1].endswith(f"| {100 * results[1]['shares']['lpips']:.3g} % |")
+    assert f"The second yardstick is the plain picture with {FINE} steps." in (finished / "table.md").read_text()
     assert "±" in rows[1]
 
 
@@ -206,7 +230,7 @@ def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
 
 def kept_files(out: Path) -> dict[Path, tuple[int, int]]:
     """What has been made, and what would change if it was made again."""
-    kinds = ("images", "values", "features", "sets", "timing")
+    kinds = ("images", "values", "features", "sets", "timing", "work")
     paths = [path for kind in kinds for path in out.glob(f"{kind}/**/*.*") if path.suffix in (".png", ".json", ".npy")]
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
 
@@ -266,7 +290,7 @@ def test_two_processes_write_what_one_does(finished: Path, networks: Path, tmp_p
     command = [sys.executable, "-m", *launch.split(), "--techniques", *CONFIGURATIONS]
     command += ["--prompts", str(tmp_path / "prompts.json"), "--seeds", "0,7", "--steps", "2"]
     command += ["--size", "64x64", "--metrics", ",".join(METRICS), "--networks", str(networks), "--repeats", "1"]
-    command += ["--device", "cpu", "--out", str(tmp_path / "out")]
+    command += ["--device", "cpu", "--reference-steps", str(FINE), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes share the work" in done.stderr
@@ -290,6 +314,8 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
         ({"seeds": (0, 8)}, "begun with seeds"),
         ({"metrics": ("mse",)}, "begun with networks"),
         ({"dtype": "bfloat16"}, "begun with dtype"),
+        ({"reference_steps": 4}, "begun with reference_steps 3, not 4"),
+        ({"reference_steps": 0}, "begun with reference_steps 3, not 0"),
     ):
         with pytest.raises(TokenMergeError, match=words):
             evaluate(task(networks, **changes), finished, resume=True)
@@ -298,12 +324,13 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -
 
 def test_metrics_that_were_measured_before_are_kept(networks: Path, tmp_path: Path) -> None:
     small = replace(task(networks, seeds=(0,), repeats=0), prompts=PROMPTS[:2])
-    for metrics in (("mse", "ssim"), ("psnr",)):
+    for metrics, told in ((("mse", "ssim"), ["mse", "mse_fine", "ssim"]), (("psnr",), ["psnr"])):
         results = evaluate(replace(small, metrics=metrics), tmp_path / "pairs", resume=True)
         assert results is not None
-        assert [metric.name for metric in results.metrics] == list(metrics)
+        assert [metric.name for metric in results.metrics] == told
     for path in tmp_path.glob("pairs/values/*/*.json"):
-        assert list(json.loads(path.read_text())) == ([] if path.parent.name == "none" else ["mse", "psnr", "ssim"])
+        own = ["mse_fine"] if path.parent.name == "none" else ["mse", "mse_fine", "psnr", "ssim"]
+        assert list(json.loads(path.read_text())) == own
     for name in ("kid", "fid"):
         results = evaluate(replace(small, metrics=(name,)), tmp_path / "sets", resume=True)
         assert results is not None
@@ -344,7 +371,7 @@ def test_commits_are_all_kept_and_versions_must_be_the_same(
 
 
 def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path: Path) -> None:
-    cached = tuple(f"{name}@none + {name}" for name in caches._KINDS)
+    cached = tuple(f"{name}@none + {name}" for name in (kind.name for kind in DIFFUSERS_CACHES))
     small = replace(
         task(networks, steps=2, seeds=(0,), guidance=1.0, metrics=("mse",), repeats=0),
         techniques=cached,
@@ -387,7 +414,7 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
         (["hold", "dit"], ["toma", "pool"], "; toma, pool were not among them, and hold, dit are left out now"),
         ([], ["hold"], "with none; hold was not among them"),
         (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m merge start 0.2, not 0.1"),
-        (["m@toma + hold"], ["m@toma + hold:every=4"], "with configurations m hold every 3, not 4"),
+        (["m@toma + hold"], ["m@toma + hold:every=4"], "with configurations m hold tolerance 0.02, not none"),
         (["m@toma"], ["m@toma + hold"], "without configurations m hold"),
         (
             [f"toma:seed={seed}" for seed in range(8)],
@@ -417,6 +444,57 @@ def test_metrics_and_timed_batches_may_come_later(finished: Path, networks: Path
     assert comparable(tmp_path) == comparable(finished)
     with pytest.raises(TokenMergeError, match="begun with repeats 1, not 0"):
         evaluate(task(networks, repeats=0), tmp_path, resume=True)
+
+
+def test_the_second_yardstick_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
+    """Nothing that was there is made again, and all is as if it had been asked for at once."""
+    evaluate(task(networks, reference_steps=0), tmp_path)
+    before = kept_files(tmp_path)
+    assert not any("fine" in path.read_text() for path in before if path.suffix == ".json")
+    evaluate(task(networks), tmp_path, resume=True)
+    unchanged = {path for path in before if "values" not in path.parts}
+    now = kept_files(tmp_path)
+    assert {path: now[path] for path in unchanged} == {path: before[path] for path in unchanged}
+    assert comparable(tmp_path) == comparable(finished)
+
+
+def test_the_second_yardstick_is_the_plain_picture_with_more_steps(finished: Path) -> None:
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=FINE, device="cpu", threads=1))
+    studio.pipe.set_progress_bar_config(disable=True)
+    (picture,), _ = studio.draw(PROMPTS[0], SEEDS[:1])
+    kept, sample = Folder(finished), Sample(0, PROMPTS[0], SEEDS[0])
+    fine = read_picture(kept.image(fine_pictures(FINE), sample))
+    assert torch.equal(to_tensor(picture), fine)
+    for configuration in read_configurations(CONFIGURATIONS):
+        far = compare(fine, read_picture(kept.image(configuration, sample)))["mse"]
+        assert json.loads(kept.values(configuration, sample).read_text())["mse_fine"] == pytest.approx(far)
+
+
+def test_rivals_are_evaluated_and_gone_on_with(networks: Path, tmp_path: Path) -> None:
+    """One of them is the second yardstick itself, whose pictures are made once."""
+    rivals = ("none + cache-dit:threshold=1,warmup=1", "none + unipc:steps=2", "none + steps:count=5")
+    small = replace(task(networks, steps=4, seeds=(0,), metrics=("mse",), repeats=1), prompts=PROMPTS[:2])
+    asked = replace(small, techniques=rivals, reference_steps=5)
+    results = evaluate(asked, tmp_path)
+    assert results is not None
+    assert [row.estimates["mse"].mean > 0 for row in results.rows[1:]] == [True, True, True]
+    assert results.rows[3].estimates["mse_fine"].mean == 0
+    assert results.shares(results.rows[3])["mse"] == 1
+    assert [results.work(row) for row in results.rows][2:] == [2 / 4, 5 / 4]
+    told = [row.to_dict() for row in results.rows]
+    assert [line["cache"] and line["cache"]["name"] for line in told] == [None, "cache-dit", None, None]
+    assert [line["schedule"] and line["schedule"]["name"] for line in told] == [None, None, "unipc", "steps"]
+    before = kept_files(tmp_path)
+    lost = Folder(tmp_path).image(results.rows[1].configuration, results.samples[1])
+    made = lost.read_bytes()
+    lost.unlink()
+    evaluate(asked, tmp_path, resume=True)
+    assert lost.read_bytes() == made
+    changed = {path for path, kept in kept_files(tmp_path).items() if before[path] != kept}
+    assert changed == {lost}
+    others = (rivals[0], "none + unipc:steps=2,order=1", rivals[2])
+    with pytest.raises(TokenMergeError, match="steps=2,order=1 was not among them"):
+        evaluate(replace(asked, techniques=others), tmp_path, resume=True)
 
 
 def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path) -> None:
@@ -470,11 +548,11 @@ def _to_full_disk() -> None:
 
 
 def test_steps_too_few_to_save_are_told(networks: Path, tmp_path: Path) -> None:
-    small = task(networks, steps=2, seeds=(0,), metrics=("mse",), repeats=0)
-    typed = ("hold", "dit", "at once@hold:start=0", "both@dit + hold:start=0")
+    small = task(networks, steps=3, seeds=(0,), metrics=("mse",), repeats=0)
+    typed = ("hold", "dit", "at once@hold:every=2,start=0", "both@dit + hold:every=2,start=0")
     results = evaluate(replace(small, techniques=typed, prompts=PROMPTS[:1]), tmp_path)
     assert results is not None
-    kinds = [{}, {"full": 2}, {"merged": 2}, {"full": 1, "held": 1}, {"merged": 1, "held": 1}]
+    kinds = [{}, {"full": 3}, {"merged": 3}, {"full": 2, "held": 1}, {"merged": 2, "held": 1}]
     assert [row.kinds for row in results.rows] == kinds
     (told,) = [note for note in table.notes(results) if "nothing was saved" in note]
     assert told.startswith("hold: ")
@@ -527,7 +605,7 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
 
-    def watched(pipe: Any, request: Any, seeds: Any) -> Any:
+    def watched(pipe: Any, request: Any, seeds: Any, on_step: Any = None) -> Any:
         sizes.append(len(seeds))
         return draw(pipe, request, seeds)
 
@@ -535,7 +613,7 @@ def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: py
     results = evaluate(task(networks, metrics=("mse",), batch=3, repeats=2), tmp_path)
     assert results is not None
     # Every lap comes after a batch that does not count.
-    assert sizes == [1] * 18 + [3] * 12
+    assert sizes == [1] * 24 + [3] * 12
     assert all(row.timing and row.timing["batch"] == 3 and len(row.timing["seconds"]) == 2 for row in results.rows)
 
 
@@ -664,6 +742,8 @@ def test_a_prompt_file_that_is_not_there() -> None:
         (["--techniques", "hold", "--ratios", "0.5"], "there is only hold"),
         (["--seeds", "1,1"], "--seeds are 1, 1; give different ones"),
         (["--batch", "0"], "1 or more"),
+        (["--reference-steps", "9", "--steps", "9"], "--reference-steps is 9; it must be more than the 9 steps"),
+        (["--reference-steps", "-1"], "--reference-steps is -1; it must be 0 or more"),
         (["--metrics", "sscd", "--networks", "."], "whose network is missing"),
         (["--metrics", "beauty"], "choose from"),
         (["--networks", "absent"], "is not a folder"),
@@ -798,7 +878,8 @@ def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     assert results is not None
     # Without techniques, those of the family.
     assert [row.configuration.label for row in results.rows] == ["none", "unet", "hold", "unet + hold"]
-    assert all(row.estimates["mse"].mean > 0 for row in results.rows[1:])
+    # Of four steps a tolerance holds none.
+    assert [row.estimates["mse"].mean > 0 for row in results.rows[1:]] == [True, False, True]
 
 
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:
@@ -819,7 +900,13 @@ def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> An
 
 
 def test_points_of_a_plot_tell_their_ratio_or_how_often_steps_run() -> None:
-    labels = ["hold:every=2", "hold:every=5", "dit:ratio=0.5", "dit:ratio=0.5 + hold", "none + mag:threshold=0.1"]
+    labels = [
+        "hold:every=2",
+        "hold:every=5",
+        "dit:ratio=0.5",
+        "dit:ratio=0.5 + hold:every=3",
+        "none + mag:threshold=0.1",
+    ]
     drawn = drawn_plot(labels, [1.0, 0.6, 0.3, 0.7, 0.4, 0.5], [0.0, 5.0, 20.0, 90.0, 95.0, 40.0])
     (axes,) = drawn.axes
     texts = {text.get_text(): text.xy for text in axes.texts}

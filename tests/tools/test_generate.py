@@ -44,13 +44,13 @@ def test_bundled_files_are_those_that_were_trained() -> None:
 def test_bundled_pipelines_run_with_both_techniques_at_every_size(model: str) -> None:
     pipe, defaults = load_pipeline(model, torch.float32, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
-    tokenmerge.apply(pipe, [Merge(ratio=0.5), Hold(start=0.0)])
+    tokenmerge.apply(pipe, [Merge(ratio=0.5), Hold(every=2, start=0.0)])
     for height, width in ((256, 256), (256, 384), (128, 128)):
         image = pipe(
-            "a photo of a sunflower", height=height, width=width, num_inference_steps=2, **defaults.call
+            "a photo of a sunflower", height=height, width=width, num_inference_steps=3, **defaults.call
         ).images[0]
         assert image.size == (width, height)
-        assert tokenmerge.summary(pipe).steps == {"merged": 1, "held": 1}
+        assert tokenmerge.summary(pipe).steps == {"merged": 2, "held": 1}
         tokens = height * width // 64
         assert f"{tokens} -> {tokens // 2}" in {group["tokens"] for group in tokenmerge.summary(pipe).groups}
 
@@ -70,7 +70,7 @@ def test_without_techniques_a_picture_shows_all_four(
 ) -> None:
     """What `make demo` shows: plain, merged, held and both, with times and drift."""
     monkeypatch.chdir(tmp_path)
-    small = ["--model", model, "--steps", "6", "--size", "64x64"]
+    small = ["--model", model, "--steps", "12", "--size", "64x64"]
     assert main(["generate", "a photo of a rose", *small, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["picture"] == "a-photo-of-a-rose-0.png"
@@ -94,6 +94,8 @@ def test_without_techniques_a_picture_shows_all_four(
     ]
     for shot in result["shots"]:
         assert shot["seconds"] > 0
+        if shot["label"] == "hold":
+            assert shot["estimated_psnr"] > 0
         if shot["techniques"]:
             assert shot["mse"] > 0
             assert shot["psnr"] == pytest.approx(10 * torch.log10(torch.tensor(255**2 / shot["mse"])).item(), abs=1e-3)
@@ -119,7 +121,7 @@ def test_several_seeds_ratios_and_what_merged(tmp_path: Path, capsys: pytest.Cap
         ("hold", {"full": 2}),
         ("dit:start=0.9", {"full": 2}),
         ("dit", {"merged": 2}),
-        ("hold:start=0", {"full": 1, "held": 1}),
+        ("hold:every=2,start=0", {"full": 2}),
     ],
 )
 def test_steps_too_few_to_save_are_told(

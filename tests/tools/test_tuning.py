@@ -117,9 +117,9 @@ def test_candidates_are_different_and_repeat_by_their_seed(family: Family) -> No
         merging,
         f"{merging}:ratio=0.75",
         "hold",
-        "hold:every=5",
+        "hold:tolerance=0.06",
         f"{merging} + hold",
-        f"{merging}:ratio=0.75 + hold:every=5",
+        f"{merging}:ratio=0.75 + hold:tolerance=0.06",
     ]
     assert found[ALWAYS:] != drawn(family, 60, seed=4)[ALWAYS:]
     # What a table shows can be typed.
@@ -158,7 +158,7 @@ def test_no_candidate_is_without_meaning(family: Family) -> None:
 
 
 def test_what_is_typed_stays_as_it_is(family: Family) -> None:
-    typed = ("toma-tile:ratio=0.25,seed=3 + hold:every=4,start=0.1", "hold:extrapolate=sigma")
+    typed = ("toma-tile:ratio=0.25,seed=3 + hold:every=4,start=0.1", "hold:start=0.3")
     found = drawn(family, 20, seed=0, typed=typed)
     assert {(item.techniques.merge is None) for item in found} == {True, False}
     for item in found:
@@ -168,7 +168,7 @@ def test_what_is_typed_stays_as_it_is(family: Family) -> None:
             assert (hold.every, hold.start) == (4, 0.1)
             assert item.label.startswith("toma-tile:ratio=0.25,seed=3")
         else:
-            assert hold.extrapolate == "sigma"
+            assert hold.start == 0.3
     assert len({item.techniques.hold.every for item in found if item.techniques.merge is None}) > 1
     assert len({item.techniques.merge.regions for item in found if item.techniques.merge}) > 1
 
@@ -180,7 +180,7 @@ def test_what_is_typed_stays_as_it_is(family: Family) -> None:
         ((), 1001, "--candidates is 1001"),
         (("hold:every=3",), 900, "different ones exist; ask for fewer, or leave fields of --techniques open"),
         (("none",), 10, "'none' holds no technique"),
-        (("none + mag",), 10, "has a step cache, which tune does not search"),
+        (("none + mag",), 10, "tune searches techniques alone; leave out mag, or compare it with eval"),
     ],
 )
 def test_candidates_that_cannot_be(typed: tuple[str, ...], count: int, words: str) -> None:
@@ -288,11 +288,14 @@ def test_what_a_search_writes(finished: Path) -> None:
         "rungs",
     }
     assert [len(rung["points"]) for rung in found["rungs"]] == [7, 4]
-    # The race is one of techniques, each of which saves in some steps and has a drift of its own.
+    # The race is one of techniques, each of which has a drift of its own.
     lines = [json.loads(line) for line in (finished / "rungs" / "1" / "results.jsonl").read_text().splitlines()]
     kinds = [line["kinds"] for line in lines[1:]]
-    assert kinds[:ALWAYS] == [*[{"merged": 5}] * 2, *[{"full": 3, "held": 2}] * 2, *[{"merged": 3, "held": 2}] * 2]
-    assert len({one["drift"]["mean"] for one in found["rungs"][0]["points"]} - {0.0}) >= ALWAYS
+    assert kinds[:2] == [{"merged": 5}] * 2
+    # In so few steps a tolerance shows nothing yet.
+    assert kinds[2:ALWAYS] == [*[{"full": 5}] * 2, *[{"merged": 5}] * 2]
+    assert any("held" in kind for kind in kinds[ALWAYS:])
+    assert len({one["drift"]["mean"] for one in found["rungs"][0]["points"]} - {0.0}) >= 3
     assert [len(rung["prompts"]) for rung in found["rungs"]] == [1, 2]
     last = found["rungs"][-1]["points"]
     undominated = [
@@ -462,7 +465,7 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--budget", "mse=9", "--model", "absent"], "model 'absent' is unknown"),
         (["--budget", "mse=9", "--prompts", "absent.txt"], "cannot be read"),
         (["--budget", "mse=9", "--size", "70x70"], "multiples of"),
-        (["--budget", "mse=9", "--techniques", "none + mag"], "has a step cache"),
+        (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches techniques alone"),
         (["--budget", "mse=9", "--batch", "0"], "--batch is 0"),
     ],
 )

@@ -34,15 +34,15 @@ from tokenmerge.tools.typed import PLAIN, default_techniques, read_configuration
         ("unet:skip_first=2", Techniques(Merge(skip_first=2))),
         ("toma:merge_regions=none", Techniques(presets()["toma"].replace(merge_regions=None))),
         ("none + first-block", Techniques()),
+        ("hold:every=4 + dpm++:steps=8", Techniques(hold=Hold(every=4))),
         ("my own@dit + hold", Techniques(presets()["dit"], Hold())),
     ],
 )
 def test_what_is_typed_is_what_is_made(text: str, techniques: Techniques) -> None:
     made = read_typed(text).configuration
     assert made.techniques == techniques
-    assert (made.cache.name if made.cache else "") == next(
-        (each for each in ("mag", "first-block") if each in text), ""
-    )
+    told = " ".join(rival.name for rival in made.rivals)
+    assert told == next((each for each in ("dpm++", "mag", "first-block") if each in text), "")
     assert made.label == ("my own" if "@" in text else made.label)
     # A label is typed again as the same.
     again = read_typed(made.label if "@" not in text else text).configuration
@@ -80,7 +80,7 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("unet+hold", "put spaces around +"),
         ("toma:colour=red", "Merge has no field 'colour'; fields are ratio, method"),
         ("toma:ratoi=0.5", "(did you mean 'ratio'?)"),
-        ("hold:ratio=0.5", "Hold has no field 'ratio'; fields are every, start"),
+        ("hold:ratio=0.5", "Hold has no field 'ratio'; fields are tolerance, every, start"),
         ("toma:ratio=much", "ratio: 'much' is not a number, as in 0.5"),
         ("toma:ratio=2", "ratio is 2.0; it is the share"),
         ("toma:ratio=nan", "ratio is nan"),
@@ -88,10 +88,16 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("unet:levels=a,b", "levels: 'a,b' is not a list of whole numbers"),
         ("toma:ratio=0.5,ratio=0.6", "gives ratio twice"),
         ("toma + unet", "Merge was given twice"),
-        ("none + hold", "goes with a step cache only"),
+        ("none + hold", "goes with a step cache or a schedule only"),
         ("none:ratio=0.5", "'none' is the plain model and has no fields"),
         ("mag", "is written 'none + mag'"),
         ("toma + mag + first-block", "two step caches, mag and first-block"),
+        ("none + steps:count=3 + unipc:steps=4", "two schedules, steps:count=3 and unipc:steps=4"),
+        ("none + mag + steps:count=3", "mag is calibrated on the plain schedule; leave out steps"),
+        ("none + steps", "schedule 'steps' needs count; write it as in steps:count=14"),
+        ("none + dpm++:steps=0", "schedule 'dpm++': steps is 0; it must be 1 or more"),
+        ("none + cache-dit:taylorseer=yes", "taylorseer: 'yes' is not a whole number, as in 3"),
+        ("unipc:steps=4", "is written 'none + unipc:steps=4'"),
         ("toma + mag:treshold=1", "(did you mean 'threshold'?)"),
         ("absent.yaml", "is not there"),
     ],

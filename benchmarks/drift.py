@@ -1,0 +1,136 @@
+"""Measures how well Hold's own errors tell how far a picture is from the plain one.
+
+    python benchmarks/drift.py --out benchmarks/results/drift.jsonl
+    python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # the line, and how good it is
+
+Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what the
+errors of full steps add up to (`estimate`) and the true PSNR. The line through them is fitted on one model and tried on
+the other: `rank` is Spearman's correlation over all pictures, `within` its median within settings, `off` the median
+error in dB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from scipy.stats import spearmanr
+
+import tokenmerge
+import tokenmerge_models
+from tokenmerge import Hold
+from tokenmerge.families import denoiser_of
+from tokenmerge.runtime.state import APPLIED
+from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.measure import environment
+
+SIDE = 128
+# Steps, whether another solver than the model's own draws, and the technique.
+SETTINGS: list[tuple[int, bool, Hold]] = [
+    *((28, False, Hold(tolerance=tolerance)) for tolerance in (0.005, 0.02, 0.08)),
+    *((28, False, Hold(every=every)) for every in (2, 5)),
+    *((50, False, Hold(tolerance=tolerance)) for tolerance in (0.01, 0.04)),
+    (16, False, Hold(tolerance=0.02)),
+    *((28, True, Hold(tolerance=tolerance)) for tolerance in (0.01, 0.04)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["tiny-flux", "tiny-sdxl"])
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--fit", type=Path, help="judge this file")
+    options = parser.parse_args()
+    if options.fit:
+        print(json.dumps(judged([json.loads(line) for line in options.fit.read_text().splitlines()]), indent=2))
+        return
+    if not options.out:
+        parser.error("give --out or --fit")
+    torch.set_num_threads(1)
+    known = environment(torch.device("cpu"))
+    with options.out.open("w") as file:
+        for model in options.models:
+            for record in measure(model, options.prompts):
+                file.write(json.dumps({**record, "environment": known}) + "\n")
+                file.flush()
+
+
+def measure(model: str, count: int) -> Any:
+    folder = tokenmerge_models.models()[model]
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    call = json.loads((folder / "tokenmerge.json").read_text())["call"]
+    own, plain = pipe.scheduler, {}
+
+    def draw(prompt: str, seed: int, steps: int) -> np.ndarray:
+        generator = torch.Generator().manual_seed(seed)
+        size = {"num_inference_steps": steps, "height": SIDE, "width": SIDE}
+        return 255 * pipe(prompt, generator=generator, output_type="np", **size, **call).images[0]
+
+    every = read_prompts()
+    prompts = every[:: max(1, len(every) // count)][:count]
+    for number, (steps, other, hold) in enumerate(SETTINGS):
+        pipe.scheduler = other_solver(model, own) if other else own
+        for seed, prompt in enumerate(prompts):
+            if (steps, other, seed) not in plain:
+                tokenmerge.remove(pipe)
+                plain[steps, other, seed] = draw(prompt, seed, steps)
+            tokenmerge.apply(pipe, hold)
+            error = float(((draw(prompt, seed, steps) - plain[steps, other, seed]) ** 2).mean())
+            holding = vars(denoiser_of(pipe))[APPLIED].holding
+            kinds = tokenmerge.summary(pipe).steps
+            record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
+            psnr = 10 * math.log10(255**2 / max(error, 1e-3))
+            yield {**record, "prompt": prompt, "kinds": kinds, "estimate": holding.drift, "psnr": round(psnr, 3)}
+        tokenmerge.remove(pipe)
+
+
+def other_solver(model: str, own: Any) -> Any:
+    if model == "tiny-flux":
+        return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0)
+    return DPMSolverMultistepScheduler.from_config(own.config, use_karras_sigmas=True, rescale_betas_zero_snr=False)
+
+
+def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """A level for each model, and how well that of the other one does."""
+    told = {}
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["estimate"]:
+            by_model.setdefault(record["model"], []).append(record)
+    levels = {model: float(np.median([_level(each) for each in rows])) for model, rows in by_model.items()}
+    for model, rows in by_model.items():
+        other = next((level for name, level in levels.items() if name != model), levels[model])
+        off = [abs(_level(each) - other) for each in rows]
+        ranks = [_rank(rows)]
+        for setting in sorted({each["setting"] for each in rows}):
+            ranks.append(_rank([each for each in rows if each["setting"] == setting]))
+        told[model] = {
+            "pictures": len(rows),
+            "level": round(levels[model], 2),
+            "rank": round(ranks[0], 3),
+            "within": [round(rank, 2) for rank in ranks[1:]],
+            "off": round(float(np.median(off)), 2),
+            "off_90": round(float(np.quantile(off, 0.9)), 2),
+        }
+    return told
+
+
+def _level(record: dict[str, Any]) -> float:
+    """The PSNR that an estimate of 1 would have."""
+    return record["psnr"] + 20 * math.log10(record["estimate"])
+
+
+def _rank(rows: list[dict[str, Any]]) -> float:
+    return float(spearmanr([-each["estimate"] for each in rows], [each["psnr"] for each in rows]).statistic)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Tries Hold without a table on every denoiser class that diffusers has.
+
+    PYTHONPATH=tests python benchmarks/generic.py --out benchmarks/results/generic.jsonl
+
+Every class of diffusers' folders of transformers and UNets has a line, and denoisers of pipelines that can be built
+tiny. Each is built with random weights (`tests/denoisers.py`; those that have a table as in the tests of families, with
+the table set aside), and called for 6 steps with falling times, or rising ones where its pipelines have those, under
+`Hold(every=2, start=0)`. A line says
+
+    outcome    "held", "refused" or "not tried"
+    table      whether the class also has a table of ours
+    blocks     members of lists that could be held
+    held       blocks that are, and `runs`, the first and last block of each
+    steps      what the steps did, by kind
+    checks     `plain`: every=1 and the first step give what the plain model gives. `again`: a second image is the same.
+               `removed`: after `remove` outputs and attributes are as before. `table`: equal to Hold with the table,
+               where that holds the same blocks
+    drift      |held - plain| / |plain| of the outputs of held steps, their mean. Weights are random: it says that
+               something sensible is added, and nothing of pictures
+    reason     of a refusal, or why it was not tried
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import logging
+import pkgutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models import transformers, unets
+from torch import Tensor, nn
+
+import denoisers
+import tiny
+import tokenmerge
+import zoo
+from tokenmerge import Hold, TokenMergeError, api
+from tokenmerge.families import families, family_of
+from tokenmerge.families.base import Family
+from tokenmerge.families.generic import candidates, generic_family, unholdable
+from tokenmerge.holding.sites import LearnedSite
+from tokenmerge.runtime.state import APPLIED
+from tokenmerge.tools.measure import environment
+
+STEPS = 6
+HOLD = Hold(every=2, start=0.0)
+# Tables whose classes have no pipeline in the tests of families.
+TINY = {"FluxTransformer2DModel": "flux", "SD3Transformer2DModel": "sd3", "UNet2DConditionModel": "sdxl"}
+
+
+@dataclass(frozen=True)
+class Tabled:
+    """A denoiser that has a table, called as that says."""
+
+    family: Family
+    name: str
+
+    def build(self) -> nn.Module:
+        if self.name in TINY:
+            return tiny.denoiser_of(tiny.build(TINY[self.name]))
+        model = next(each for each in zoo.MODELS.values() if _class_of(each) == self.name)
+        return zoo.denoisers(model.build())[0]
+
+    def call(self, module: nn.Module, step: int) -> list[Tensor]:
+        given = self.family.example(module, 2, 16, 16, 3)
+        time = "timestep" if "timestep" in given else "t"
+        rises = self.name.startswith(("ZImage", "Lumina2"))
+        with torch.no_grad():
+            output = module(**{**given, time: given[time] * (0.4 + step / 16 if rises else 1.0 - step / 16)})
+        return denoisers.tensors(output)
+
+
+_CLASSES: dict[str, str] = {}
+
+
+def _class_of(model: zoo.Model) -> str:
+    if model.name not in _CLASSES:
+        _CLASSES[model.name] = type(zoo.denoisers(model.build())[0]).__name__
+    return _CLASSES[model.name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    known = environment(torch.device("cpu"))
+    lines = []
+    for name in listed():
+        record = {"class": name, **tried(name)}
+        print(record["class"], record["outcome"], record.get("reason") or record["runs"], flush=True)
+        lines.append(json.dumps({**record, "environment": known}))
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def listed() -> list[str]:
+    """Every class of the folders of denoisers, and forms and other denoisers that were built."""
+    found = set(denoisers.DENOISERS)
+    for folder in (transformers, unets):
+        for each in pkgutil.iter_modules(folder.__path__):
+            module = importlib.import_module(f"{folder.__name__}.{each.name}")
+            found |= {
+                name
+                for name, value in vars(module).items()
+                if inspect.isclass(value)
+                and issubclass(value, diffusers.ModelMixin)
+                and value.__module__ == module.__name__
+            }
+    return sorted(found)
+
+
+def tried(name: str) -> dict[str, Any]:
+    table = next((family for family in families() if family.denoiser.__name__ == name), None)
+    if name in denoisers.LEFT_OUT:
+        return {"outcome": "not tried", "table": False, "reason": denoisers.LEFT_OUT[name]}
+    case = denoisers.DENOISERS[name] if table is None else Tabled(table, name)
+    module = case.build()
+    record: dict[str, Any] = {"table": any(isinstance(module, family.denoiser) for family in families())}
+    record["parameters"] = sum(parameter.numel() for parameter in module.parameters())
+    obstacle = unholdable(module)
+    if obstacle:
+        return {"outcome": "refused", **record, "reason": obstacle}
+    record["blocks"] = len(candidates(module))
+    plain, before = image(case, module), attributes(module)
+    checks: dict[str, bool] = {}
+    with without_table():
+        tokenmerge.apply(module, Hold(every=1, start=0.0))
+        checks["plain"] = same(image(case, module), plain)
+        tokenmerge.apply(module, HOLD)
+        try:
+            found = image(case, module)
+        except TokenMergeError as error:
+            told = str(error).partition(" cannot be held: ")[2].removesuffix("; remove first")
+            tokenmerge.remove(module)
+            assert same(image(case, module), plain)
+            return {"outcome": "refused", **record, "reason": told or str(error)}
+        steps = tokenmerge.summary(module).steps
+        runs = learned(module)
+        checks["plain"] &= same(found[0], plain[0])
+        checks["again"] = same(image(case, module), found)
+        tokenmerge.remove(module)
+        checks["removed"] = same(image(case, module), plain) and attributes(module) == before
+    if table is not None and held_blocks(module, table) == [block for run in runs for block in run]:
+        tokenmerge.apply(module, HOLD.replace(what="blocks"))
+        checks["table"] = same(image(case, module), found)
+        tokenmerge.remove(module)
+    return {
+        "outcome": "held",
+        **record,
+        "held": sum(map(len, runs)),
+        "runs": [[run[0], run[-1]] for run in runs],
+        "steps": steps,
+        "checks": checks,
+        "drift": round(drift(found, plain), 4),
+    }
+
+
+@contextmanager
+def without_table() -> Iterator[None]:
+    """Every denoiser is one of which nothing is known."""
+    api.family_of = generic_family
+    try:
+        yield
+    finally:
+        api.family_of = family_of
+
+
+def image(case: Any, module: nn.Module) -> list[list[Tensor]]:
+    return [case.call(module, step) for step in range(STEPS)]
+
+
+def attributes(module: nn.Module) -> list[dict[str, Any]]:
+    return [dict(vars(each)) for each in module.modules()]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return len(one) == len(other) and all(map(same, one, other))
+
+
+def learned(module: nn.Module) -> list[list[str]]:
+    """Names of the blocks of every run."""
+    runs: list[list[str]] = []
+    for site in vars(module)[APPLIED].installation.sites_on(module.modules()):
+        if isinstance(site, LearnedSite):
+            if site.first:
+                runs.append([])
+            runs[-1].append(site.name)
+    return runs
+
+
+def held_blocks(module: nn.Module, table: Family) -> list[str]:
+    return [block.name for block in table.blocks(module)]
+
+
+def drift(found: list[list[Tensor]], plain: list[list[Tensor]]) -> float:
+    pairs = [
+        (torch.cat([each.flatten().float() for each in mine]), torch.cat([each.flatten().float() for each in theirs]))
+        for mine, theirs in zip(found, plain, strict=True)
+        if not same(mine, theirs)
+    ]
+    return float(sum((mine - theirs).norm() / theirs.norm() for mine, theirs in pairs) / len(pairs)) if pairs else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Measures which regions suit video: tiles within a frame, or tiles over several frames.
+
+    python benchmarks/video.py --data FOLDER --out benchmarks/results/video-tiles.jsonl
+    python benchmarks/video.py --table benchmarks/results/video-tiles.jsonl   # the tables of a finished run
+
+FOLDER holds photographs as `*.npz` files: `data`, the bytes of pictures one after the other, and `offsets`. A camera
+stands still, pans or zooms over them. Speeds are told per latent frame, which is four pixel frames. Tokens are
+
+    latent       blocks of 4 frames of 8x8 pixels as 16 channels (principal components of deviation 1, a linear
+                 stand-in for a video autoencoder), 2x2 blocks a token
+    tiny-flux    what enters a block of the bundled model, which sees one frame at a time
+
+with the noise of a flow-matching model at `noise`, one for all frames (`frames_share_noise`) or one for each. Tiles of
+frames x rows x columns with the same number of tokens cost the same. In each facility location takes destinations,
+every token joins the nearest, and gets the mean of those that joined it back. In `places` all frames have the same
+destinations, in `map` the same destinations and the same joining. Told are
+
+    similarity   mean cosine of two tokens of a tile
+    error        |x - x'| / |x|, where x' is what x gets back
+    flicker      mean |(x - x') - that of the frame before| / mean |x|, and `worst` of any frame
+    following    the flicker of what moves, followed on its way: only of pans by whole tokens along an axis
+    target_      the same of what the map is for, y: tokens without noise, or what the block adds
+    target_rest  mean |change of y' to the next frame| / that of y. Flicker also counts change that merging takes away,
+                 as it does from noise of each frame's own; below 1 there is less change than without merging
+    target_step  the largest of that of any two frames: what freezes within a tile may jump to the next
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import FluxPipeline
+from PIL import Image
+from torch import Tensor
+
+import tokenmerge_models
+from tokenmerge.merging.ops import reference
+from tokenmerge.planning.tables import markdown
+from tokenmerge.tools.measure import environment
+
+FRAMES, SIDE = 8, 256
+RATIOS = (0.5, 0.75)
+# Frames, rows and columns of a tile, and what frames share.
+TILES = {
+    "1x4x4": ((1, 4, 4), None),
+    "1x4x4 places": ((1, 4, 4), "places"),
+    "1x4x4 map": ((1, 4, 4), "map"),
+    "2x2x4": ((2, 2, 4), None),
+    "4x2x2": ((4, 2, 2), None),
+    "8x1x2": ((8, 1, 2), None),
+    "1x4x8": ((1, 4, 8), None),
+    "1x4x8 places": ((1, 4, 8), "places"),
+    "2x4x4": ((2, 4, 4), None),
+    "4x2x4": ((4, 2, 4), None),
+    "8x2x2": ((8, 2, 2), None),
+    "1x8x8": ((1, 8, 8), None),
+    "4x4x4": ((4, 4, 4), None),
+}
+# Of latents: pixels of a block, frames of a block, channels, and pixels of a token.
+BLOCK, TIMES, CHANNELS, LATENT_TOKEN = 8, 4, 16, 16
+# Of tiny-flux: the side of the photograph under the camera, pixels of a token, and the blocks that are looked at.
+PHOTOGRAPH, FLUX_TOKEN, FLUX_BLOCKS = 384, 8, ("transformer_blocks.1", "single_transformer_blocks.2")
+
+
+class Motion(NamedTuple):
+    kind: str
+    speed: float  # tokens per latent frame, or the share by which a zoom magnifies
+
+
+# Pans by whole tokens repeat tokens exactly, which films do not: they are for `following`.
+MOTIONS = [Motion("still", 0.0), *(Motion("pan", speed) for speed in (0.15, 0.3, 0.6, 1.0, 1.3, 2.0))]
+MOTIONS += [Motion("zoom", speed) for speed in (0.01, 0.04, 0.08)]
+FEW = [Motion("still", 0.0), Motion("pan", 0.3), Motion("pan", 1.3), Motion("zoom", 0.04)]
+NOISES = list(itertools.product((0.2, 0.5, 0.8), (True, False)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of photographs")
+    parser.add_argument("--photographs", type=int, default=16)
+    parser.add_argument("--flux-photographs", type=int, default=3, help="the model takes most of the time")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="print the tables of this file")
+    options = parser.parse_args()
+    if options.table:
+        print(tables([json.loads(line) for line in options.table.read_text(encoding="utf-8").splitlines()]))
+        return
+    if not options.data or not options.out:
+        parser.error("give --data and --out, or --table")
+    torch.set_num_threads(1)
+    known = environment(torch.device("cpu"))
+    lines = []
+    with torch.no_grad():
+        for conditions, tokens, target, steps in itertools.chain(
+            latents(read_photographs(options.data, options.photographs)),
+            hidden(read_photographs(options.data, options.flux_photographs)),
+        ):
+            conditions |= {"photographs": tokens.shape[0], "grid": "x".join(map(str, tokens.shape[1:4]))}
+            conditions["change"], conditions["target_change"] = (
+                round(change(each, each), 3) for each in (tokens, target)
+            )
+            told = {name: measure(tokens, target, name, steps) for name in TILES}
+            for ratio in RATIOS:
+                tiles = {name: by_ratio[ratio] for name, by_ratio in told.items()}
+                lines.append(json.dumps({**conditions, "ratio": ratio, "tiles": tiles, "environment": known}))
+            print({name: conditions[name] for name in list(conditions)[:6]}, flush=True)
+    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_photographs(folder: Path, count: int) -> Tensor:
+    """[count, 3, H, W] in -1..1, evenly from the first file."""
+    with np.load(min(folder.glob("*.npz"))) as file:
+        data, offsets = file["data"], file["offsets"]
+    pictures = []
+    for index in np.linspace(0, len(offsets) - 2, count).astype(int):
+        with Image.open(io.BytesIO(data[offsets[index] : offsets[index + 1]].tobytes())) as picture:
+            pictures.append(np.array(picture.convert("RGB")))
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
+
+
+def direction(number: int) -> tuple[float, float]:
+    """Down and right, of length 1: eight directions in turn."""
+    return math.sin(number * math.pi / 4), math.cos(number * math.pi / 4)
+
+
+def film(photographs: Tensor, motion: Motion, token: int, times: int) -> Tensor:
+    """[P, FRAMES * times, 3, SIDE, SIDE]; of a latent frame there are `times` pixel frames."""
+    side = photographs.shape[-1]
+    clock = [frame / times for frame in range(FRAMES * times)]
+    clips = []
+    for number, photograph in enumerate(photographs):
+        clip = []
+        for time in clock:
+            if motion.kind == "zoom":
+                # Even, so that the centre stays where it is.
+                width = 2 * round(SIDE * (1 + motion.speed) ** (clock[-1] - time) / 2)
+                down = right = (side - width) // 2
+            else:
+                width = SIDE
+                way = motion.speed * token * (time - clock[-1] / 2)
+                down, right = (round((side - SIDE) / 2 + way * part) for part in direction(number))
+            view = photograph[:, down : down + width, right : right + width]
+            clip.append(view if width == SIDE else resized(view, SIDE))
+        clips.append(torch.stack(clip))
+    return torch.stack(clips)
+
+
+def resized(pictures: Tensor, side: int) -> Tensor:
+    batch = pictures if pictures.ndim == 4 else pictures[None]
+    return F.interpolate(batch, (side, side), mode="bicubic", antialias=True).view(*pictures.shape[:-2], side, side)
+
+
+def steps_of(motion: Motion, clips: int) -> list[tuple[int, int] | None]:
+    """Of every clip, by how many tokens down and right the camera moves per frame, if by whole ones along an axis."""
+    if motion.kind == "zoom" or motion.speed % 1:
+        return [None] * clips
+    ways = [[motion.speed * part for part in direction(number)] for number in range(clips)]
+    return [None if min(map(abs, way)) > 1e-6 else (round(way[0]), round(way[1])) for way in ways]
+
+
+Clips = Iterator[tuple[dict[str, Any], Tensor, Tensor, list[tuple[int, int] | None]]]
+
+
+def latents(photographs: Tensor) -> Clips:
+    """Conditions, tokens [P, F, H, W, C], targets likewise, and steps."""
+    blocks = {motion: _blocks(film(photographs, motion, LATENT_TOKEN, TIMES)) for motion in MOTIONS}
+    sample = torch.cat([each.flatten(0, 3)[::41] for each in blocks.values()])
+    mean = sample.mean(0)
+    values, vectors = torch.linalg.eigh((sample - mean).T.double().cov())
+    channels = (vectors[:, -CHANNELS:] / values[-CHANNELS:].sqrt()).float()
+    for motion, each in blocks.items():
+        clean = _packed((each - mean) @ channels)
+        steps = steps_of(motion, len(photographs))
+        for noise, share in [(0.0, None), *(NOISES if motion in FEW else [])]:
+            yield _conditions("latent", motion, noise, share), noised(clean, noise, share), clean, steps
+
+
+def _blocks(films: Tensor) -> Tensor:
+    """[P, F * TIMES, 3, SIDE, SIDE] to [P, F, SIDE / BLOCK, SIDE / BLOCK, values]."""
+    films = films.unflatten(1, (FRAMES, TIMES)).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    return films.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
+
+
+def _packed(latent: Tensor) -> Tensor:
+    """[P, F, H, W, C] to [P, F, H / 2, W / 2, 4 C]."""
+    return latent.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).transpose(3, 4).flatten(4)
+
+
+def _conditions(features: str, motion: Motion, noise: float, share: bool | None) -> dict[str, Any]:
+    record = {"features": features, "motion": motion.kind, "speed": motion.speed}
+    return record | {"noise": noise, "frames_share_noise": share}
+
+
+def noised(clean: Tensor, level: float, share: bool | None) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (clean.shape[0], 1 if share else clean.shape[1], *clean.shape[2:])
+    return (1 - level) * clean + level * torch.randn(shape, generator=generator)
+
+
+def hidden(photographs: Tensor) -> Clips:
+    """As `latents`, of every block of FLUX_BLOCKS."""
+    pipe = FluxPipeline.from_pretrained(tokenmerge_models.models()["tiny-flux"])
+    prompt, pooled, text_ids = pipe.encode_prompt("a photo of a flower", None, max_sequence_length=32)
+    seen: dict[str, list[Tensor]] = {}
+
+    def see(name: str, inputs: dict[str, Tensor], outputs: tuple[Tensor, Tensor]) -> None:
+        entered = inputs["hidden_states"]
+        seen.setdefault(name, []).append(torch.stack([entered, outputs[1] - entered]))
+
+    for name in FLUX_BLOCKS:
+        pipe.transformer.get_submodule(name).register_forward_hook(
+            lambda _, __, inputs, outputs, name=name: see(name, inputs, outputs), with_kwargs=True
+        )
+    photographs = resized(photographs, PHOTOGRAPH)
+    for motion in FEW:
+        # A model for images has no frames between latent ones.
+        films = film(photographs, motion, FLUX_TOKEN, 1)
+        clean = torch.stack([pipe.vae.encode(each).latent_dist.mode() for each in films])
+        clean = _packed(clean.permute(0, 1, 3, 4, 2)).unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)
+        ids = torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(side)) for side in clean.shape[2:4]))
+        for noise, share in NOISES:
+            seen.clear()
+            for tokens in noised(clean, noise, share).flatten(2, 3):
+                pipe.transformer(
+                    hidden_states=tokens,
+                    timestep=torch.full((FRAMES,), noise),
+                    pooled_projections=pooled.expand(FRAMES, -1),
+                    encoder_hidden_states=prompt.expand(FRAMES, -1, -1),
+                    txt_ids=text_ids,
+                    img_ids=ids,
+                )
+            for name, found in seen.items():
+                entered, added = torch.stack(found, 1).unflatten(3, clean.shape[2:4])
+                record = _conditions(f"tiny-flux {name}", motion, noise, share)
+                yield record, entered, added, steps_of(motion, len(photographs))
+
+
+def measure(
+    tokens: Tensor, target: Tensor, name: str, steps: list[tuple[int, int] | None]
+) -> dict[float, dict[str, float]]:
+    """What is told, by ratio. Tokens and target are [P, F, H, W, C]."""
+    shape, sharing = TILES[name]
+    size = math.prod(shape)
+    tiles, target_tiles = cut(tokens, shape), cut(target, shape)
+    pairs = reference.pairwise_similarity(tiles, "cosine")
+    similarity = (pairs.sum((-1, -2)) - size).mean() / (size * (size - 1))
+    moved = change(target, target)
+    told = {}
+    for ratio in RATIOS:
+        joined = joining(pairs, round(size * (1 - ratio)), sharing)
+        lost = tokens - back(tiles, joined, tokens.shape, shape)
+        target_back = back(target_tiles, joined, target.shape, shape)
+        target_lost = target - target_back
+        found = {"similarity": similarity, "error": lost.norm() / tokens.norm(), "flicker": change(lost, tokens)}
+        found |= {"worst": change(lost, tokens, worst=True), "target_error": target_lost.norm() / target.norm()}
+        found |= {"target_flicker": change(target_lost, target)}
+        # Rounding moves the stills of a batch a little.
+        if moved > 1e-4:
+            found["target_rest"] = change(target_back, target) / moved
+            found["target_step"] = (lengths_of(target_back) / lengths_of(target)).max()
+        along = [change_along(lost[number], step) for number, step in enumerate(steps) if step is not None]
+        if along:
+            found["following"] = sum(along) / len(along) / tokens.norm(dim=-1).mean()
+        told[ratio] = {key: round(float(value), 3) for key, value in found.items()}
+    return told
+
+
+def cut(clips: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """[P, F, H, W, C] to [P * F / f, tiles of these frames, f * h * w, C]."""
+    frames, rows, columns = shape
+    tiles = clips.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).unflatten(1, (-1, frames))
+    return tiles.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4, 6).flatten(2, 3).flatten(0, 1)
+
+
+def back(tiles: Tensor, joined: Tensor, whole: torch.Size, shape: tuple[int, int, int]) -> Tensor:
+    """What `cut` tiles get back if they join [.., n, k] destinations, as clips of the shape `whole`."""
+    means = joined.transpose(-1, -2) @ tiles / joined.sum(-2)[..., None].clamp_min(1)
+    clips, frames, rows, columns, _ = whole
+    parts = (clips, frames // shape[0], rows // shape[1], columns // shape[2], *shape, -1)
+    return (joined @ means).view(parts).permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(whole)
+
+
+def joining(pairs: Tensor, count: int, sharing: str | None) -> Tensor:
+    """One-hot [.., n, count]: the destination that every token joins."""
+    if sharing:
+        # One region has the tokens of all frames, and as candidates the places of one frame.
+        frames = pairs.unflatten(0, (-1, FRAMES))
+        if sharing == "map":
+            frames = frames.mean(1, keepdim=True).expand_as(frames)
+        candidates = frames.transpose(1, 2).flatten(2, 3)
+        chosen = reference.select_destinations(reference.with_exact_sums(candidates), count)
+        chosen = chosen.repeat_interleave(FRAMES, 0)
+        pairs = frames.flatten(0, 1)
+    else:
+        chosen = reference.select_destinations(reference.with_exact_sums(pairs), count)
+    near = pairs.gather(-1, chosen[..., None, :].expand(*pairs.shape[:3], count))
+    return F.one_hot(near.argmax(-1), count).float()
+
+
+def change(clips: Tensor, scale: Tensor, worst: bool = False) -> float:
+    """Mean length of what changes to the next frame, over the mean length of `scale`."""
+    lengths = lengths_of(clips)
+    return float((lengths.max() if worst else lengths.mean()) / scale.norm(dim=-1).mean())
+
+
+def lengths_of(clips: Tensor) -> Tensor:
+    """Mean length of what changes from each frame to the next."""
+    return (clips[:, 1:] - clips[:, :-1]).norm(dim=-1).mean((0, 2, 3))
+
+
+def change_along(clip: Tensor, step: tuple[int, int]) -> float:
+    """Mean length of the change of what moves by `step` tokens per frame, where it stays in sight."""
+    after, before = clip[1:], clip[:-1]
+    for dim, part in enumerate(step, start=1):
+        kept = clip.shape[dim] - abs(part)
+        after, before = after.narrow(dim, max(0, -part), kept), before.narrow(dim, max(0, part), kept)
+    return float((after - before).norm(dim=-1).mean())
+
+
+def tables(records: list[dict[str, Any]]) -> str:
+    """Error and flicker of the target in each tiling: a table for every kind of tokens, noise and ratio, a column for
+    every motion, with the mean of blocks and levels of noise."""
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in sorted(records, key=lambda record: record["ratio"]):
+        noise = {None: "no noise", True: "shared noise", False: "own noise"}[record["frames_share_noise"]]
+        title = f"{record['features'].split()[0]}, {noise}, ratio {record['ratio']:g}"
+        speed = {"still": "", "pan": f" {record['speed']:g}", "zoom": f" {record['speed']:.0%}"}[record["motion"]]
+        groups.setdefault(title, {}).setdefault(f"{record['motion']}{speed}", []).append(record["tiles"])
+    parts = []
+    for title, columns in groups.items():
+        rows = [[name, *(_cell([tiles[name] for tiles in column]) for column in columns.values())] for name in TILES]
+        parts.append(f"{title}: error / flicker\n\n{markdown(['tiles', *columns], rows)}")
+    return "\n\n".join(parts)
+
+
+def _cell(told: list[dict[str, float]]) -> str:
+    keys = ("target_error", "target_flicker")
+    return " / ".join(f"{sum(each[key] for each in told) / len(told):.2f}" for key in keys)
+
+
+if __name__ == "__main__":
+    main()
