@@ -1,6 +1,6 @@
-"""Writes the pages of the site that say what the code says: options and the command line.
+"""Writes what pages say of the code: options, the command line, and models, of which README has a table too.
 
-python scripts/pages.py           # write docs/options.md and docs/command-line.md
+python scripts/pages.py           # write docs/options.md, docs/command-line.md, docs/models.md, and README's table
 python scripts/pages.py --check   # say what is out of date, and fail
 """
 
@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from tokenmerge.config import Hold, Merge
+from tokenmerge.families import Family, families
+from tokenmerge.families.generic import OBSTACLES
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import RECOMMENDED, presets
 from tokenmerge.tools.cli.main import parser
 from tokenmerge.tools.cli.options import EXAMPLES
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+# Between these README has its table of models.
+MODELS = re.compile(r"(<!-- models -->\n).*?(<!-- end of models -->)", re.DOTALL)
 MADE = "<!-- Written by scripts/pages.py from the code. Change the code, then run `make docs`. -->"
 # Words of help that look like an option, a placeholder or a typed technique.
 CODE = re.compile(r"(?<![`\w])(--[a-z][a-z-]*|@FILE)(?![`\w])")
@@ -105,7 +111,9 @@ def command_line_page() -> str:
 
 # Command line
 
-`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[eval]"` what all commands need.
+`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[demo]"` what `demo` needs,
+`"tokenmerge[serve]"` what `serve` needs, and
+`"tokenmerge[eval]"` what all others need.
 `tokenmerge COMMAND --help` prints what this page says.
 
 Sizes are width x height in pixels: `1024x768`.
@@ -114,13 +122,85 @@ Sizes are width x height in pixels: `1024x768`.
 
 ## Techniques as typed
 
-All commands take techniques in one form: a preset or a file, then fields after a colon. ` + ` joins Merge, Hold and a
-step cache of diffusers. [Options](options.md) lists presets and fields.
+All commands take techniques in one form: a preset or a file, then fields after a colon. ` + ` joins Merge and Hold.
+`eval` and `generate` also take [rivals](evaluation.md#rivals). [Options](options.md) lists presets and fields.
 
 {typed}
 
 {pages}
 """
+
+
+def models_page() -> str:
+    """Every table of a family, and what is held without one."""
+    images, videos = ([each for each in families() if (each.frames > 1) == video] for video in (False, True))
+    obstacles = markdown(
+        ["denoisers", "why they are not merged"],
+        [[f"`{start}...`", reason] for start, reason in OBSTACLES.items()],
+    )
+    return f"""{MADE}
+
+# Models
+
+`apply` takes a pipeline of diffusers or its denoiser. What can be done depends on the class of the denoiser.
+Each class below has a table in `src/tokenmerge/families`, from which this page is made.
+`tokenmerge.supported_models()` lists them. Most [other denoisers](#other-denoisers) can be held.
+
+## Images
+
+{_models(images)}
+
+## Video
+
+{_models(videos)}
+
+- *Merge* names the preset that suits the family: `tokenmerge.apply(pipe, "dit")`. [Merging](merging.md) explains it.
+- *Hold* says what is held by default. [Holding](holding.md) explains it.
+- *Steps* are what these models are usually given. Of 4 steps little can be held: `summary` says so.
+- *Pipelines* are those in the tests. Others around the same denoiser, such as img2img or inpainting, call it alike.
+
+## How they are tested
+
+Every pipeline above is built with tiny random weights, and a contract is held against it. Without effect (ratio 0,
+`every=1`) pictures equal the plain ones bit for bit, and so they do after `remove`. Rotary tables, masks and
+modulations follow their tokens. Batches, sizes, lengths of text and guidance may change from call to call. Blocks
+compile once. Random weights say nothing about how good pictures are: that was measured with trained weights on
+`tiny-flux` and `tiny-sdxl` only ([Fidelity](fidelity.md)).
+
+## Other denoisers
+
+A denoiser without a table can be held if it has lists of blocks of one class and is given a timestep.
+The first call shows which blocks follow each other, and `summary` says what is held. Where something happens between
+all of them, as in Bria Fibo, that call is refused. Without a table nothing is merged. Some cannot be:
+
+{obstacles}
+"""
+
+
+def _models(listed: list[Family]) -> str:
+    header = ["models", "denoiser", "Merge", "Hold", "steps", "tested with", "pipelines", "notes"]
+    rows = []
+    for each in listed:
+        weights = f"tiny random weights; trained, `{each.trained}`" if each.trained else "tiny random weights"
+        held = "stages" if each.stages is not None else "blocks"
+        pipelines = ", ".join(f"`{name}`" for name in each.pipelines)
+        what = (each.title, f"`{each.denoiser.__name__}`", f"`{each.merging}`", held, each.steps)
+        rows.append([*what, weights, pipelines, each.note])
+    return markdown(header, rows)
+
+
+def models_table() -> str:
+    """The models in short, for README."""
+    rows = []
+    for kind, video in (("Images", False), ("Video", True)):
+        titles = "; ".join(each.title for each in families() if (each.frames > 1) == video)
+        rows.append([kind, titles, "yes", "yes"])
+    rows.append(["Others", f"most denoisers of diffusers, such as {', '.join(OBSTACLES)}", "no", "yes"])
+    return markdown(["", "models", "Merge", "Hold"], rows)
+
+
+def readme() -> str:
+    return MODELS.sub(rf"\g<1>{models_table()}\n\g<2>", README.read_text(encoding="utf-8"))
 
 
 def _commands(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -171,7 +251,12 @@ def _sentence(words: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    return {DOCS / "options.md": options_page(), DOCS / "command-line.md": command_line_page()}
+    return {
+        DOCS / "options.md": options_page(),
+        DOCS / "command-line.md": command_line_page(),
+        DOCS / "models.md": models_page(),
+        README: readme(),
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -182,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path, text in stale.items():
         if not check:
             path.write_text(text, encoding="utf-8")
-        print(f"docs/{path.name}: {'out of date; run python scripts/pages.py' if check else 'written'}")
+        print(f"{path.relative_to(ROOT)}: {'out of date; run python scripts/pages.py' if check else 'written'}")
     return 1 if check and stale else 0
 
 
