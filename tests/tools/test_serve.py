@@ -474,6 +474,15 @@ def test_a_full_queue_is_told_with_when_to_come_again(server: Server) -> None:
     assert server.metric("queue") == 0
 
 
+def test_metrics_have_the_drift_that_hold_estimates(server: Server) -> None:
+    before = server.metric("estimated_psnr_count")
+    assert server.draw(speed="plain", steps=12).status == 200
+    assert server.metric("estimated_psnr_count") == before
+    assert server.draw(speed="careful", steps=12).status == 200
+    assert server.metric("estimated_psnr_count") == before + 1
+    assert server.metric("estimated_psnr_sum") > 0
+
+
 def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
     before = server.ask("/metrics").body.decode()
     body = json.dumps({"prompt": SECRET, "size": "128x128", "steps": 60, "n": 10}).encode()

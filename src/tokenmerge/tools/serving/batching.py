@@ -17,6 +17,7 @@ class Report:
     size: int
     seconds: float
     steps: Mapping[str, int] = field(default_factory=dict)  # by kind
+    psnr: float | None = None  # to the plain picture, as Hold estimates it for the worst of the batch
 
 
 @dataclass(frozen=True)

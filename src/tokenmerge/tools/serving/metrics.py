@@ -11,6 +11,7 @@ from .batching import Report
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
+_DECIBELS = (10, 15, 20, 25, 30, 35, 40, 45, 50, 60)
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
@@ -28,12 +29,16 @@ class Metrics:
         self.redrawn = Counter("redrawn", "Pictures given to another replica, because theirs died.", **own)
         self._batch_size = Histogram("batch_size", "Pictures in a batch.", buckets=_SIZES, **own)
         self._batch_seconds = Histogram("batch_seconds", "Seconds to draw a batch.", buckets=_SECONDS, **own)
+        drift = "Estimated PSNR to the plain picture, of the worst of a batch, in dB."
+        self._psnr = Histogram("estimated_psnr", drift, buckets=_DECIBELS, **own)
         self._steps = Counter("steps", "Denoising steps of batches by kind: full, merged, held.", ["kind"], **own)
 
     def add_batch(self, report: Report) -> None:
         """Take in what a batch did, as `tokenmerge.summary` told it."""
         self._batch_size.observe(report.size)
         self._batch_seconds.observe(report.seconds)
+        if report.psnr is not None:
+            self._psnr.observe(report.psnr)
         for kind, count in report.steps.items():
             self._steps.labels(kind).inc(count)
 

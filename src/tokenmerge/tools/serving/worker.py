@@ -117,8 +117,9 @@ class Worker:
             arguments["callback_on_step_end"] = lambda *stepped: _stop_if_left(batch, stepped[-1])
         result, seconds = timed(lambda: self._pipe(**arguments), self._device)
         # A plain model is not followed, and runs all of its steps.
-        steps = dict(api.summary(self._pipe).steps) or {FULL: settings.steps}
-        return result.images, Report(len(batch), seconds, steps)
+        told = api.summary(self._pipe)
+        steps = dict(told.steps) or {FULL: settings.steps}
+        return result.images, Report(len(batch), seconds, steps, told.drift.psnr if told.drift else None)
 
     def _apply(self, speed: str) -> None:
         if speed != self._speed:
