@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import TokenMergeError
 from ..families.base import Block, Family, Ports
-from ..runtime.foreign import cache_hooks, is_group_offloaded
+from ..runtime.foreign import cache_hooks, offloaded_with
 from ..runtime.installing import Installation, Site
 from .controller import KEEP, RUN, Holding
 from .learning import LearnedPorts, LearnedRun
@@ -89,16 +89,20 @@ def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: 
 
 
 def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
-    """Refuse caches, and weights that come and go with blocks that do not always run."""
+    """Refuse caches, and weights that come and go with blocks of which only some are held."""
     for name in cache_hooks(denoiser):
         raise TokenMergeError(
             f"a cache ({name}) skips steps, and so does Hold; use one of both: call disable_cache(), or apply a Merge"
         )
-    if any(is_group_offloaded(block.module) for run in runs for block in run.blocks):
-        raise TokenMergeError(
-            "group offload moves weights when blocks run, and held blocks do not; use enable_model_cpu_offload() or "
-            "enable_sequential_cpu_offload(), or apply a Merge"
-        )
+    held = {block.module for run in runs if not run.generic for block in run.blocks}
+    for block in (block for run in runs for block in run.blocks):
+        # Of candidates nobody knows yet which will be held.
+        if any(other is not block.module and other not in held for other in offloaded_with(block.module)):
+            raise TokenMergeError(
+                f"group offload moves the weights of {block.name!r} with those of other blocks, which may not be held "
+                "with it; use enable_group_offload(..., num_blocks_per_group=1), enable_model_cpu_offload(), or apply "
+                "a Merge"
+            )
 
 
 class HeldSite(Site):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 # Hooks of diffusers' caches that see whole blocks from outside, and so all tokens; and of those that store what is
@@ -11,22 +13,38 @@ INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "
 # Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
 _CACHE_LEADER = "fbc_leader"
 _GROUP_OFFLOAD = "group_offloading"
+# On a denoiser whose blocks group offload tracks in one call, to know what to bring next.
+_TRACKING = "lazy_prefetch_group_offloading"
 
 
 def cache_hooks(denoiser: nn.Module) -> list[str]:
     """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
-    names = dict.fromkeys(name for module in denoiser.modules() for name in _hook_names(module))
+    names = dict.fromkeys(name for module in denoiser.modules() for name in _hooks(module))
     return [name for name in names if name.startswith(OUTER_CACHES + INNER_CACHES)]
 
 
 def leads_cache(block: nn.Module) -> bool:
     """Whether a block also runs in calls in which a cache skips the others."""
-    return any(name.startswith(_CACHE_LEADER) for name in _hook_names(block))
+    return any(name.startswith(_CACHE_LEADER) for name in _hooks(block))
 
 
-def is_group_offloaded(block: nn.Module) -> bool:
-    """Whether diffusers brings a block's weights to the device when the first of its group runs."""
-    return _GROUP_OFFLOAD in _hook_names(block)
+def offloaded_with(block: nn.Module) -> list[nn.Module]:
+    """The modules whose weights diffusers' group offload brings and takes away with a block's; none without it."""
+    hook = _hooks(block).get(_GROUP_OFFLOAD)
+    return [] if hook is None else list(hook.group.modules)
+
+
+def is_inside_offload(module: nn.Module, forward: Any) -> bool:
+    """Whether group offload was put around a forward: weights then come and go whatever it does."""
+    if _GROUP_OFFLOAD not in _hooks(module):
+        return False
+    registry = vars(module)["_diffusers_hook"]
+    return registry._fn_refs[registry._hook_order.index(_GROUP_OFFLOAD)].forward is forward
+
+
+def is_tracked(denoiser: nn.Module) -> bool:
+    """Whether this call ends with hooks of group offload being taken off, and all that was put on them."""
+    return _TRACKING in _hooks(denoiser)
 
 
 def runs_as_made(module: nn.Module) -> bool:
@@ -35,7 +53,7 @@ def runs_as_made(module: nn.Module) -> bool:
     return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("diffusers", "tokenmerge")
 
 
-def _hook_names(module: nn.Module) -> list[str]:
-    """Of diffusers' hooks on a module."""
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """diffusers' hooks on a module, by name."""
     registry = vars(module).get("_diffusers_hook")
-    return [] if registry is None else list(registry.hooks)
+    return {} if registry is None else registry.hooks

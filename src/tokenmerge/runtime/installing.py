@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import TokenMergeError
+from .foreign import is_inside_offload
 
 # Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for each thing that its
 # step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
@@ -92,9 +93,10 @@ class Placement:
 
     def follow(self) -> None:
         """Take the place again if others have undone it: LoRA replaces linear layers, and whoever removes hooks of
-        theirs restores an older forward. A technique must not stop in silence."""
+        theirs restores an older forward. A technique must not stop in silence. Group offload goes inside of what
+        holds."""
         replaced = self.block.get_submodule(self._path) is not self._module
-        if replaced or not (self._places() or self._is_wrapped()):
+        if replaced or self._moves_for_nothing or not (self._places() or self._is_wrapped()):
             self.undo()
             # A wrapper that does not tell what it wraps may still lead to the old sites, which would then act twice.
             lost, self.sites = self.sites, [site.twin() for site in self.sites]
@@ -108,7 +110,13 @@ class Placement:
         taken again."""
         if self._module._forward_hooks or self._module._forward_pre_hooks:
             return True
-        return vars(self._module).get("forward") is not self._forward and self._is_wrapped()
+        elsewhere = vars(self._module).get("forward") is not self._forward and self._is_wrapped()
+        return elsewhere and not self._moves_for_nothing
+
+    @property
+    def _moves_for_nothing(self) -> bool:
+        """Whether group offload, put around the sites, would move the weights of a module that does not run."""
+        return self.sites[-1].holds and is_inside_offload(self._module, self._forward)
 
     def _is_wrapped(self) -> bool:
         """Whether a forward of somebody else's still leads here."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import TokenMergeError
 from ..families.base import Family
-from .foreign import runs_as_made
+from .foreign import is_tracked, runs_as_made
 from .installing import Installation, Uncopied
 from .state import State
 from .timeline import HELD
@@ -41,6 +41,7 @@ class Observer(Uncopied):
         self._check_held = check_held
         self._watch = watch
         self._holds = bool(held)
+        self._tracked = False  # whether others took their hooks off the blocks at the end of the last call
         # The modules that run held blocks one after the other: those that have the lists which have the blocks. Where
         # calls are watched, these have shown what they do.
         loops = (".".join(name.split(".")[:-2]) for name in held) if watch is None else ()
@@ -50,6 +51,9 @@ class Observer(Uncopied):
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._family.read(denoiser, args, kwargs)
+        if self._tracked:
+            self._installation.follow()
+        self._tracked = is_tracked(denoiser)
         if self._holds:
             apart = self._is_between(denoiser, args, kwargs)
             if self._stages and apart:
