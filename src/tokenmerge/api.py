@@ -77,9 +77,8 @@ def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -
     family = family_of(denoiser)
     techniques = decided(family, techniques, scheduler)
     plan_ = make_plan(denoiser, family, techniques)
+    check_holdable(denoiser, plan_.runs)
     caches = cache_hooks(denoiser)
-    if caches and plan_.runs:
-        check_holdable(denoiser, plan_.runs)
     if caches:
         raise TokenMergeError(
             f"a cache ({caches[0]}) is enabled already; a cache must come after a technique: "

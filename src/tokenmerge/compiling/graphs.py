@@ -15,7 +15,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TokenMergeError, first_line
-from ..runtime.foreign import cache_hooks
+from ..runtime.foreign import cache_hooks, casts_weights
 
 # Recordings kept for each denoiser: sizes of image times kinds of call. All share one pool of memory.
 _MAX_GRAPHS = 32
@@ -265,6 +265,8 @@ def _obstacle(denoiser: nn.Module) -> str:
     caches = cache_hooks(denoiser)
     if caches:
         return f"a cache ({caches[0]}) decides by values what runs"
+    if casts_weights(denoiser):
+        return "layerwise casting makes new weights in every call"
     inner = (module for module in denoiser.modules() if module is not denoiser)
     if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
         return "a replay would not run the forward hooks of submodules"
@@ -281,14 +283,27 @@ def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
         if module is None:
             continue
         state.append(module)
-        state += [tensor.data_ptr() for tensor in module._parameters.values() if tensor is not None]
+        state += _addresses(module._parameters.values())
         if module._buffers:
-            state += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
+            state += _addresses(module._buffers.values())
         values = module.__dict__
         if module._forward_hooks or module._forward_pre_hooks or not values.keys().isdisjoint(_WATCHED):
             state += _rare(module)
         stack += module._modules.values()
     return tuple(state)
+
+
+def _addresses(tensors: Iterable[Tensor | None]) -> Iterator[int]:
+    """Where tensors lie. Quantised weights may be shells that lie nowhere, around tensors that do."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        address = tensor.data_ptr()
+        if address or not hasattr(tensor, "__tensor_flatten__"):
+            yield address
+        else:
+            names, _ = tensor.__tensor_flatten__()
+            yield from _addresses(getattr(tensor, name) for name in names)
 
 
 def _rare(module: nn.Module) -> Iterator[Any]:

@@ -90,7 +90,7 @@ def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: 
 
 def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
     """Refuse caches, and weights that come and go with blocks of which only some are held."""
-    for name in cache_hooks(denoiser):
+    for name in cache_hooks(denoiser) if runs else ():
         raise TokenMergeError(
             f"a cache ({name}) skips steps, and so does Hold; use one of both: call disable_cache(), or apply a Merge"
         )

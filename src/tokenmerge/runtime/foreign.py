@@ -13,6 +13,7 @@ INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "
 # Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
 _CACHE_LEADER = "fbc_leader"
 _GROUP_OFFLOAD = "group_offloading"
+_CASTING = "layerwise_casting"
 # On a denoiser whose blocks group offload tracks in one call, to know what to bring next.
 _TRACKING = "lazy_prefetch_group_offloading"
 
@@ -45,6 +46,11 @@ def is_inside_offload(module: nn.Module, forward: Any) -> bool:
 def is_tracked(denoiser: nn.Module) -> bool:
     """Whether this call ends with hooks of group offload being taken off, and all that was put on them."""
     return _TRACKING in _hooks(denoiser)
+
+
+def casts_weights(denoiser: nn.Module) -> bool:
+    """Whether weights are kept in another dtype than that in which layers compute."""
+    return any(_CASTING in _hooks(module) for module in denoiser.modules())
 
 
 def runs_as_made(module: nn.Module) -> bool:
