@@ -605,17 +605,6 @@ def test_a_plan_of_held_stages_counts_their_transformer_blocks() -> None:
     assert stages.runs[0].blocks[0].name == "down_blocks.0"
 
 
-@pytest.mark.parametrize(("kind", "hold"), [("sd3", BLOCKS), ("sdxl", STAGES)])
-def test_weights_that_come_with_blocks_that_run_are_refused_for_held_ones(kind: str, hold: Hold) -> None:
-    pipe, cpu = tiny.build(kind), torch.device("cpu")
-    denoiser_of(pipe).enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=2)
-    tokenmerge.apply(pipe, hold)
-    with pytest.raises(tokenmerge.TokenMergeError, match="group offload"):
-        tiny.draw(pipe)
-    tokenmerge.remove(pipe)
-    assert tiny.draw(pipe).isfinite().all()
-
-
 def test_held_blocks_take_what_merged_tokens_cannot_follow() -> None:
     pipe = tiny.build("sdxl")
     for module in pipe.unet.modules():
