@@ -100,9 +100,8 @@ def of_bitsandbytes(bits: int, folder: Path) -> Any:
 
 
 def of_quanto(folder: Path) -> Any:
-    with pytest.warns(FutureWarning, match="Quanto"):
-        config = QuantoConfig(weights_dtype="int8")
-        return FluxTransformer2DModel.from_pretrained(folder, quantization_config=config, torch_dtype=torch.float32)
+    config = QuantoConfig(weights_dtype="int8")
+    return FluxTransformer2DModel.from_pretrained(folder, quantization_config=config, torch_dtype=torch.float32)
 
 
 def of_casting(folder: Path) -> Any:

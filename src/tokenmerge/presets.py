@@ -190,6 +190,9 @@ def _parse_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TokenMergeError(f"no JSON at line {error.lineno}, column {error.colno} ({error.msg})") from error
+    except ValueError as error:
+        # Python reads no number of thousands of digits.
+        raise TokenMergeError(f"no JSON ({error.args[0].partition(';')[0]}); write shorter numbers") from error
 
 
 def _parse_yaml(text: str) -> Any:
