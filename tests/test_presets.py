@@ -214,6 +214,7 @@ EXAMPLE = '{"technique": "merge", "ratio": 0.5}'
         ("a.json", "{bad", ("line 1, column 2",)),
         ("a.json", '{\n  "ratio": 0.5,\n  "regions" "whole"\n}', ("line 3, column 13",)),
         ("a.json", "", ("line 1, column 1",)),
+        ("a.json", '{"technique": "hold", "every": ' + 5000 * "9" + "}", ("no JSON", "write shorter numbers")),
         ("a.json", "[0.5]", ("holds a float", EXAMPLE)),
         ("a.json", "[]", ("holds no technique", EXAMPLE)),
         ("a.json", '"toma"', ("holds a str", EXAMPLE)),
