@@ -33,6 +33,9 @@ def fresh_compiler() -> Iterator[None]:
 
 def build(kind: str, how: str = "regional") -> Any:
     """As few blocks as show the sharing of graphs: two or more of every class, or one where the model is one graph."""
+    if kind == "deep sdxl":
+        # With runs of two blocks.
+        return tiny.build("sdxl")
     if kind == "sdxl":
         return tiny.build(kind, unet=tiny.short_sdxl_unet())
     if kind == "sd3":
@@ -72,6 +75,8 @@ CASES = [
     ("sdxl", [STAGES], "whole", 2),
     ("sdxl", [Merge(), STAGES], "regional", 1),
     ("sdxl", [Merge(), STAGES], "wrapped", 2),
+    ("deep sdxl", [Merge(), BLOCKS], "regional", 6),
+    ("flux", [BLOCKS], "regional", 5),
     ("sd3", [Merge(), BLOCKS], "regional", 4),
     ("flux", [COMPONENTS, BLOCKS], "regional", 5),
     ("flux", [Merge(), BLOCKS], "whole", 2),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
@@ -470,23 +469,6 @@ def test_the_memory_of_residuals_is_told_and_does_not_grow() -> None:
     tiny.draw(pipe)
     assert tokenmerge.summary(pipe).residual_bytes == counted
     assert "Residuals take" in str(tokenmerge.summary(pipe))
-
-
-@pytest.mark.parametrize(("kind", "techniques"), WAYS)
-def test_no_graph_is_added_after_the_first_image(kind: str, techniques: list[Any]) -> None:
-    torch._dynamo.reset()
-    pipe = tokenmerge.apply(tiny.build(kind), techniques)
-    eager = tiny.draw(pipe, steps=8)
-    counter = CompileCounterWithBackend("aot_eager")
-    denoiser = denoiser_of(pipe)
-    for block in family_of(denoiser).blocks(denoiser):
-        block.module.compile(fullgraph=True, backend=counter)
-    compiled = tiny.draw(pipe, steps=8)
-    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-4)
-    first = counter.frame_count
-    assert torch.equal(tiny.draw(pipe, steps=8), compiled)
-    assert counter.frame_count == first
-    torch._dynamo.reset()
 
 
 def test_held_stages_take_what_a_controlnet_adds() -> None:
