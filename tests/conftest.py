@@ -11,10 +11,13 @@ import torch
 torch.set_num_threads(1)
 # Inductor's pool of compiling processes costs more than it saves on tiny graphs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Its cache is shared by all processes of a user, and a file that one of them was killed over breaks the others.
-_cache = tempfile.mkdtemp(prefix="tokenmerge-inductor-")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
-atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+# Its cache is shared by all processes of a user, and a file that one of them was killed over breaks the others. Those
+# that this one starts share its own, so that headers are compiled once.
+_PREFIX = "tokenmerge-inductor-"
+if _PREFIX not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""):
+    _cache = tempfile.mkdtemp(prefix=_PREFIX)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

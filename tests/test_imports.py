@@ -165,10 +165,12 @@ CORE = sorted(
 def test_the_core_imports_without_diffusers() -> None:
     told = run(
         "import importlib, sys\n"
-        "for name in ('diffusers', 'transformers', 'accelerate', 'numpy', 'PIL', 'triton'): sys.modules[name] = None\n"
+        "without = ('diffusers', 'transformers', 'accelerate', 'peft', 'numpy', 'PIL', 'triton', 'yaml')\n"
+        "sys.modules.update(dict.fromkeys(without))\n"
         f"for name in {CORE!r}: importlib.import_module(name)\n"
         "import tokenmerge, torch\n"
-        "assert tokenmerge.presets()['toma'].ratio == 0.5\n"
+        "from tokenmerge import Hold, Merge\n"
+        "assert (tokenmerge.presets()['toma'].ratio, Merge(ratio=0.25).ratio, Hold(every=3).every) == (0.5, 0.25, 3)\n"
         "try: tokenmerge.apply(torch.nn.Linear(2, 2))\n"
         "except tokenmerge.TokenMergeError as error: print(error)\n"
     )

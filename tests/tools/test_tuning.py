@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from interrupts import interrupt
 from judges import write_networks
 from PIL import Image
@@ -66,6 +65,9 @@ SEARCH = Search(
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
 COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu"]
 
+# One worker makes the search that these tests share.
+pytestmark = pytest.mark.xdist_group("tuning")
+
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tokenmerge.tools.tuning.search", "diffusers", "matplotlib.figure", __name__])
@@ -79,12 +81,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that nobody disturbed, made once for all workers of a run."""
-    base = tmp_path_factory.getbasetemp()
-    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tuning"
-    with FileLock(f"{out}.lock"):
-        if not (out / "preset.yaml").exists():
-            assert tune(SEARCH, out, resume=out.exists()).reached
+    """A search that nobody disturbed."""
+    out = tmp_path_factory.mktemp("tuning")
+    assert tune(SEARCH, out).reached
     return out
 
 
