@@ -29,6 +29,7 @@ from tokenmerge.families import Family
 from tokenmerge.presets import read_file
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.drawing.request import Request, draw
+from tokenmerge.tools.drawing.studio import Studio
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.loading import load_pipeline, outline
 from tokenmerge.tools.quality.metrics import BY_NAME
@@ -37,6 +38,7 @@ from tokenmerge.tools.quality.statistics import Estimate
 from tokenmerge.tools.tuning import report
 from tokenmerge.tools.tuning.goal import Budget, Point, SpeedUp, read_goal
 from tokenmerge.tools.tuning.halving import front, layers, rung_sizes, survivors
+from tokenmerge.tools.tuning.rivals import read_rivals
 from tokenmerge.tools.tuning.samples import shares
 from tokenmerge.tools.tuning.search import Search, tune
 from tokenmerge.tools.tuning.space import HOLD_AXES, MERGE_AXES, WHAT, draw_candidates, fits_regions
@@ -48,11 +50,13 @@ MODELS = ("tiny-flux", "tiny-sdxl")
 ALWAYS = 6
 # Of any drift: the fastest is wanted.
 BUDGET = Budget(MSE, 1e5)
+RIVALS = ("steps", "first-block:threshold=0.1")
 # The fixed candidates and one that is drawn, in as many steps as it takes for all of them to save in some.
 SEARCH = Search(
     model="tiny-flux",
     prompts=read_prompts(),
     goal=BUDGET,
+    rivals=RIVALS,
     candidates=ALWAYS + 1,
     rungs=2,
     number=1,
@@ -63,7 +67,7 @@ SEARCH = Search(
     device="cpu",
 )
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
-COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu"]
+COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu", "--rivals", *RIVALS]
 
 # One worker makes the search that these tests share.
 pytestmark = pytest.mark.xdist_group("tuning")
@@ -156,6 +160,39 @@ def test_no_candidate_is_without_meaning(family: Family) -> None:
         assert {each.hold.what for each in found if each.hold} == {"auto"}
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_rivals_are_all_that_the_model_can_have(model: str) -> None:
+    studio = Studio(replace(SEARCH, model=model, steps=28))
+    found, left_out = read_rivals(None, studio)
+    caches = {"tiny-flux": ["first-block", "mag", "taylorseer", "cache-dit"], "tiny-sdxl": ["deepcache"]}[model]
+    names = [each.rivals[0].name for each in found]
+    assert names == [name for name in (*caches, "steps", "unipc", "dpm++") for _ in range(2)]
+    assert set(left_out) == {"first-block", "mag", "taylorseer", "cache-dit", "deepcache"} - {*caches}
+    assert found[-1].label == "none + dpm++:steps=9"
+    assert read_rivals([each.label for each in found], studio) == (found, {})
+    assert read_rivals(["none"], studio) == ((), {})
+
+
+def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenmerge.tools.rivals.base.find_spec", lambda name: None)
+    _, left_out = read_rivals(None, Studio(SEARCH))
+    assert left_out["cache-dit"] == 'cache-dit needs a package that is missing: pip install "tokenmerge[rivals]"'
+    assert left_out["deepcache"].startswith("DeepCache is for UNets")
+    told = report.Outcome(BUDGET, (), (), "", left_out=left_out).rival_notes()
+    assert f"Rivals left out: cache-dit: {left_out['cache-dit']}." in told
+
+
+def test_a_search_whose_rivals_are_behind_says_so() -> None:
+    ours, slower, faster = point(0.5, 10, "ours"), point(0.9, 9, "slower"), point(0.2, 11, "faster")
+    rung = report.Rung(next(shares(["a"], [1], 0)), point(1, 0), (ours,), None, {})
+    outcome = report.Outcome(Budget(MSE, 10), (rung,), (rung,), "", rivals=(slower, faster))
+    assert outcome.ahead == []
+    assert outcome.rival_notes() == ["No rival that was measured meets the goal better."]
+    assert replace(outcome, goal=Budget(MSE, 11)).ahead == [faster]
+    # Where nothing of ours meets the goal, whatever does is ahead.
+    assert replace(outcome, goal=Budget(MSE, 9)).ahead == [slower]
+
+
 def test_what_is_typed_stays_as_it_is(family: Family) -> None:
     typed = ("toma-tile:ratio=0.25,seed=3 + hold:every=4,start=0.1", "hold:start=0.3")
     found = drawn(family, 20, seed=0, typed=typed)
@@ -179,7 +216,7 @@ def test_what_is_typed_stays_as_it_is(family: Family) -> None:
         ((), 1001, "--candidates is 1001"),
         (("hold:every=3",), 900, "different ones exist; ask for fewer, or leave fields of --techniques open"),
         (("none",), 10, "'none' holds no technique"),
-        (("none + mag",), 10, "tune searches techniques alone; leave out mag, or compare it with eval"),
+        (("none + mag",), 10, "tune searches techniques alone; leave out mag, or name it with --rivals"),
     ],
 )
 def test_candidates_that_cannot_be(typed: tuple[str, ...], count: int, words: str) -> None:
@@ -308,10 +345,18 @@ def test_what_a_search_writes(finished: Path) -> None:
         )
     ]
     assert {one["label"] for one in found["front"]} == {"none"} | {one["label"] for one in undominated}
+    told = ["none + steps:count=2", "none + steps:count=1", "none + first-block:threshold=0.1"]
+    assert [one["label"] for one in found["rivals"]] == told
+    assert min(one["drift"]["mean"] for one in found["rivals"] if one["schedule"]) > 0
+    assert found["chosen"]["schedule"] is found["chosen"]["cache"] is None
     assert found["chosen"]["label"] == min(last, key=lambda one: one["seconds"])["label"]
     assert found["chosen"]["speed_up"] > 1
     assert Image.open(finished / "front.png").width > 600
     text = (finished / "front.md").read_text()
+    fastest = max(found["rivals"], key=lambda one: one["speed_up"])
+    assert f"| {fastest['label']} |" in next(line for line in text.splitlines() if line.startswith("| rival |"))
+    assert f"A rival is ahead: {fastest['label']}, MSE" in text
+    assert "and of 3 rivals, on 2 prompts:" in text
     (marked,) = [line for line in text.splitlines() if line.startswith("| * |")]
     assert marked.endswith(f"| {found['chosen']['label']} |")
     assert "4 prompts that the search had not seen" in text
@@ -465,6 +510,9 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--budget", "mse=9", "--prompts", "absent.txt"], "cannot be read"),
         (["--budget", "mse=9", "--size", "70x70"], "multiples of"),
         (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches techniques alone"),
+        (["--budget", "mse=9", "--rivals", "deepcache"], "'deepcache' is refused: DeepCache is for UNets"),
+        (["--budget", "mse=9", "--rivals", "hold"], "'hold' is no rival; use first-block, mag"),
+        (["--budget", "mse=9", "--rivals", "unipc", "unipc:steps=14"], "are the same; leave one out"),
         (["--budget", "mse=9", "--batch", "0"], "--batch is 0"),
     ],
 )

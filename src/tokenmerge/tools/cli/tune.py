@@ -37,6 +37,14 @@ def add(commands: Any) -> None:
     add_("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
     shared.add_model(parser, "tiny-flux")
     shared.add_techniques(parser, about="to search, with fields that are typed as they are")
+    add_(
+        "--rivals",
+        nargs="+",
+        action="extend",
+        metavar="RIVAL",
+        help="step caches and schedules to show beside the last rung, as in cache-dit or unipc:steps=14, or none "
+        "(default: all that are installed and that the model can have)",
+    )
     shared.add_prompt_options(parser, default="flowers")
     add_("--candidates", type=number, default=24, metavar="N", help="candidates in the first rung (default: 24)")
     add_(

@@ -44,10 +44,10 @@ class CacheDit(Kind):
         }
 
     def check(self, model: Outline, values: Mapping[str, Any], steps: int) -> None:
-        super().check(model, values, steps)
         denoiser = type(model.denoiser).__name__
         if model.family.stages is not None:
             raise TokenMergeError(f"cache-dit is for transformers, and {denoiser} is a UNet; use deepcache")
+        super().check(model, values, steps)
         _, prefixes = _package().supported_pipelines()
         if not (model.pipeline or "").startswith(tuple(prefixes)):
             raise TokenMergeError(f"cache-dit does not know {model.pipeline}; leave it out")

@@ -29,13 +29,13 @@ class DeepCache(Kind):
         return {"interval": Field(int, 3, least=1), "branch": Field(int, 0)}
 
     def check(self, model: Outline, values: Mapping[str, Any], steps: int) -> None:
-        super().check(model, values, steps)
         denoiser = model.denoiser
         if not isinstance(denoiser, UNet2DConditionModel):
             raise TokenMergeError(
                 f"DeepCache is for UNets (UNet2DConditionModel), and this is a {type(denoiser).__name__}; use "
                 "cache-dit, or a step cache of diffusers"
             )
+        super().check(model, values, steps)
         most = _BRANCHES * len(denoiser.down_blocks) - 1
         if values["branch"] > most:
             raise TokenMergeError(

@@ -31,8 +31,7 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "label": self.configuration.label,
-            "techniques": self.configuration.techniques.to_list(),
+            **self.configuration.to_dict(),
             "seconds": self.seconds,
             "speed_up": self.speed_up,
             "drift": {"mean": self.drift.mean, "interval": self.drift.interval},
@@ -116,7 +115,7 @@ class Budget(Goal):
         return point.speed_up > 1.0 and point.drift.mean <= self.value
 
     def cost(self, point: Point) -> float:
-        return point.seconds
+        return -point.speed_up
 
     def miss(self, point: Point) -> tuple[float, ...]:
         return float(point.speed_up <= 1.0), point.drift.mean

@@ -18,7 +18,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def _place(point: Point) -> tuple[float, float]:
-    return point.seconds, point.drift.mean
+    return -point.speed_up, point.drift.mean
 
 
 def layers(points: Sequence[Point]) -> list[list[Point]]:

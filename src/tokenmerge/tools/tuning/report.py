@@ -7,14 +7,15 @@ preset.yaml                    what was found; or nearest.yaml, where nothing me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...config import Techniques
-from ...planning.tables import markdown, table
-from ..evaluation.plots import new_plot, save_plot
+from ...planning.tables import counted, markdown, table
+from ..evaluation.plots import new_plot, save_plot, series_style
 from ..evaluation.results import Results
 from ..evaluation.table import conditions, figure
 from ..files import finite, to_json, write_text
@@ -54,6 +55,8 @@ class Outcome:
     rungs: tuple[Rung, ...]
     tried: tuple[Rung, ...]
     command: str
+    rivals: tuple[Point, ...] = ()  # on the samples of the last rung; never chosen
+    left_out: Mapping[str, str] = field(default_factory=dict)  # rivals that were not measured, and why
 
     @property
     def final(self) -> Rung:
@@ -79,6 +82,13 @@ class Outcome:
         """Of the last rung, all of whose candidates saw the same samples; the plain model is always on it."""
         return front([self.rungs[-1].plain, *self.rungs[-1].points])
 
+    @property
+    def ahead(self) -> list[Point]:
+        """Rivals that meet the goal better than the choice does on the same samples, the best first."""
+        mine = next(each for each in self.rungs[-1].points if each.configuration == self.chosen.configuration)
+        met = self.goal.best_first(self.rivals)
+        return [each for each in met if self.goal.cost(each) < self.goal.cost(mine)] if self.goal.met_by(mine) else met
+
     def shortfall(self) -> str | None:
         """If the goal was not reached: what came nearest, and the way out."""
         if self.reached:
@@ -99,6 +109,8 @@ class Outcome:
                 "chosen": self.chosen.to_dict(),
                 "held_out": [rung.to_dict() for rung in self.tried],
                 "front": [point.to_dict() for point in self.front],
+                "rivals": [point.to_dict() for point in self.rivals],
+                "left_out": dict(self.left_out),
                 "rungs": [rung.to_dict() for rung in self.rungs],
                 "command": self.command,
             }
@@ -113,14 +125,17 @@ class Outcome:
 
     def _heading(self) -> str:
         last = self.rungs[-1]
-        return f"Front of the {len(last.points)} candidates of rung {len(self.rungs)}, on {last.share}:"
+        beside = f" and of {counted(len(self.rivals), 'rival')}" if self.rivals else ""
+        return f"Front of the {len(last.points)} candidates of rung {len(self.rungs)}{beside}, on {last.share}:"
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         # The longest last: it may wrap without harm.
         header = ["", "speed-up", "s / picture", self.goal.metric.title, "configuration"]
         rows = []
-        for point in self.front:
+        shown = [*self.front, *front(self.rivals)]
+        for point in sorted(shown, key=lambda point: -point.speed_up):
             mark = "*" if point.configuration == self.chosen.configuration else ""
+            mark = "rival" if point.configuration.rivals else mark
             drift = figure(self.goal.metric, point.drift)
             speed = [f"{point.speed_up:.2f}x", f"{point.seconds:.4g}"]
             rows.append([mark, *speed, drift, point.configuration.label])
@@ -132,10 +147,22 @@ class Outcome:
         missed = len(self.tried) - 1
         if missed:
             lines.append(f"{missed} that met the goal in the last rung missed it on held-out samples.")
+        lines += self.rival_notes()
         refused = self.rungs[0].refused
         if refused:
             name, reason = next(iter(refused.items()))
             lines.append(f"{len(refused)} candidates are refused, first {name}: {reason}.")
+        return lines
+
+    def rival_notes(self) -> list[str]:
+        """Whether a rival is ahead, and which were not measured."""
+        lines = []
+        if self.rivals:
+            told = [f"A rival is ahead: {each.configuration.label}, {self.goal.told(each)}." for each in self.ahead]
+            lines += told[:1] or ["No rival that was measured meets the goal better."]
+        for reason in dict.fromkeys(self.left_out.values()):
+            names = ", ".join(name for name, why in self.left_out.items() if why == reason)
+            lines.append(f"Rivals left out: {names}: {reason}.")
         return lines
 
     def findings(self) -> list[str]:
@@ -185,7 +212,7 @@ def preset_text(outcome: Outcome) -> str:
 def _write_plot(outcome: Outcome, path: Path) -> None:
     """Drift over speed-up: all candidates where they were last seen, the front, the goal and the choice."""
     goal, last, chosen = outcome.goal, outcome.rungs[-1], outcome.chosen
-    drawn, axes = new_plot()
+    drawn, axes = new_plot(8.6)
     seen = {point.configuration: point for rung in outcome.rungs for point in rung.points}
     dropped = [point for point in seen.values() if point not in last.points]
     axes.plot(*_places(dropped), "o", color="#BBBBBB", markersize=4, label="dropped in earlier rungs")
@@ -200,6 +227,12 @@ def _write_plot(outcome: Outcome, path: Path) -> None:
     )
     axes.plot(*_places(outcome.front), "-", color="#0072B2", linewidth=1.2, label="front")
     axes.plot(1.0, 0.0, "x", color="#777777", label="plain")
+    heads = dict.fromkeys(point.configuration.rivals[0].name for point in outcome.rivals)
+    for place, name in enumerate(heads):
+        mine = [point for point in outcome.rivals if point.configuration.rivals[0].name == name]
+        # The first two are the colours of the search itself.
+        style = {**series_style(place + 2), "linestyle": "none", "markerfacecolor": "white", "markersize": 5}
+        axes.plot(*_places(mine), **style, label=f"rival: {name}")
     axes.errorbar(
         *_places([chosen]),
         yerr=[chosen.drift.interval or 0.0],
@@ -213,12 +246,12 @@ def _write_plot(outcome: Outcome, path: Path) -> None:
     draw_line = axes.axhline if isinstance(goal, Budget) else axes.axvline
     draw_line(goal.value, label="asked for", **line)
     # Intervals of few prompts would press all points together, and may leave the plot.
-    axes.set_ylim(0.0, 1.15 * max(point.drift.mean for point in (*seen.values(), chosen)) or 1.0)
+    axes.set_ylim(0.0, 1.15 * max(point.drift.mean for point in (*seen.values(), *outcome.rivals, chosen)) or 1.0)
     axes.set_xlabel("speed-up over the plain model")
     axes.set_ylabel(f"{goal.metric.title}, lower is better")
     drawn.suptitle(f"{goal.metric.title}: {goal.metric.meaning}", fontsize=10, x=0.01, ha="left")
     axes.set_title(conditions(last.results), fontsize=8, color="#555555", loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     save_plot(drawn, path)
 
 

@@ -27,6 +27,7 @@ from ..typed import Configuration, default_techniques, read_typed
 from .goal import Goal, Point
 from .halving import front, rung_sizes, survivors
 from .report import Outcome, Rung, write_outcome
+from .rivals import read_rivals
 from .samples import Share, shares
 from .space import draw_candidates
 
@@ -41,6 +42,7 @@ class Search(Setup):
     prompts: Sequence[str]
     goal: Goal
     techniques: Sequence[str] | None = None  # as typed, fields left out are searched; without, the family's
+    rivals: Sequence[str] | None = None  # as typed, to be shown beside the front; without, all there are
     candidates: int = 24
     rungs: int = 3
     number: int = 2
@@ -92,6 +94,7 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     family = studio.outline.family
     typed = typed or [read_typed(text) for text in default_techniques(family)]
     candidates = draw_candidates(typed, family, search.candidates, search.seed)
+    rivals, left_out = read_rivals(search.rivals, studio)
     if 2 ** (search.rungs - 1) > search.candidates:
         raise TokenMergeError(
             f"--rungs is {search.rungs}, and {search.candidates} candidates can be halved "
@@ -109,10 +112,18 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     _check_some_left(studio, candidates)
     sizes = rung_sizes(search.candidates, search.rungs)
     pictures = sum((size + 1) * share.count for size, share in zip(sizes, samples, strict=True))
+    if rivals:
+        pictures += (len(rivals) + 1) * samples[-1].count
     with _progress(pictures + 2 * held_out[0].count) as bar:
         rungs = _climb(search, candidates, samples, sizes, out / "rungs", resume, bar)
+        beside = None
+        if rivals:
+            bar.set_description("rivals")
+            beside = _measure(search, rivals, samples[-1], out / "rungs" / "rivals", resume)
+            bar.update((len(rivals) + 1) * samples[-1].count)
         tried = _try_held_out(search, rungs[-1], held_out, out / "rungs", resume, bar)
-    outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command)
+    left_out |= beside.refused if beside else {}
+    outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command, beside.points if beside else (), left_out)
     write_outcome(outcome, out)
     return outcome
 
@@ -131,6 +142,8 @@ def _climb(
     for place, share in enumerate(samples):
         bar.set_description(f"rung {place + 1} of {search.rungs}")
         rung = _measure(search, configurations, share, folder / str(place + 1), resume)
+        if not rung.points:
+            raise _nothing_left(rung.refused)
         rungs.append(rung)
         bar.update((sizes[place] + 1) * share.count)
         if place + 1 < search.rungs:
@@ -199,10 +212,7 @@ def _measure(search: Search, configurations: Sequence[Configuration], share: Sha
     if results is None:
         raise RuntimeError("one process has no other to leave the results to")
     plain, *points = _points(results, search.goal)
-    refused = results.settings["refused"]
-    if not points:
-        raise _nothing_left(refused)
-    return Rung(share, plain, tuple(points), results, refused)
+    return Rung(share, plain, tuple(points), results, results.settings["refused"])
 
 
 def _points(results: Results, goal: Goal) -> Iterator[Point]:

@@ -91,8 +91,8 @@ def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
     """The techniques of a configuration, each with the axes that are left to search."""
     for rival in typed.configuration.rivals:
         raise TokenMergeError(
-            f"{typed.configuration.label!r}: tune searches techniques alone; leave out {rival.name}, or compare it "
-            "with eval"
+            f"{typed.configuration.label!r}: tune searches techniques alone; leave out {rival.name}, or name it with "
+            "--rivals"
         )
     found = []
     for part in typed.parts:
