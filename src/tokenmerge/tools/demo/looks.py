@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from html import escape
 
 from ...runtime.timeline import FULL, HELD, MERGED
@@ -82,11 +81,6 @@ def merged(pair: Pair) -> str:
 def summary(pair: Pair) -> str:
     """What the library tells of the fast picture."""
     return f'<pre class="tm-summary">{escape(pair.summary)}</pre>'
-
-
-def fields(docs: Iterable[tuple[str, str]]) -> str:
-    """Names and meanings, as a list."""
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in docs)}</dl>"
 
 
 def _strip(name: str, side: Side, steps: int) -> str:
