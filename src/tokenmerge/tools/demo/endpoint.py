@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
 from gradio.events import api
-from PIL import Image
 
 from ...errors import TokenMergeError
+from ..drawing.pictures import as_png
 from ..files import finite
 from .orders import read_order, read_technique
 from .pairs import Easel, Pair, Progress, Side
@@ -46,7 +45,8 @@ def result(pair: Pair) -> dict[str, Any]:
     """A pair as JSON."""
     made = {"plain": pair.plain, "fast": pair.fast}
     shots = {
-        side: {key: value for key, value in shot.to_dict().items() if key != "cache"} | {"png": _png(shot.picture)}
+        side: {key: value for key, value in shot.to_dict().items() if key != "cache"}
+        | {"png": base64.b64encode(as_png(shot.picture)).decode()}
         for side, shot in made.items()
     }
     return finite({"done": True, **shots, "summary": pair.summary, "python": pair.python})
@@ -58,9 +58,3 @@ def _told(progress: Progress) -> dict[str, Any]:
 
 def _side(side: Side) -> dict[str, Any]:
     return {"steps": len(side.kinds), "seconds": side.seconds, "done": side.done}
-
-
-def _png(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, format="PNG", compress_level=3)
-    return base64.b64encode(file.getvalue()).decode()

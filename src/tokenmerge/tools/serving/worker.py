@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from PIL import Image
 from ... import api
 from ...errors import TokenMergeError
 from ...runtime.timeline import FULL
+from ..drawing.pictures import as_png
 from ..drawing.request import Request
 from ..loading import best_device, dtype_on, load_pipeline
 from ..measure import timed
@@ -93,7 +93,7 @@ class Worker:
         """In the thread that draws."""
         try:
             pictures, report = self._pictures(batch)
-            return [Drawn(_png(picture), report) for picture in pictures]
+            return [Drawn(as_png(picture), report) for picture in pictures]
         except _Abandoned:
             failed = Failed(503, "nobody waited for this picture")
         except TokenMergeError as error:
@@ -147,10 +147,3 @@ def _reported(batch: Sequence[Waiting], answers: Sequence[Drawn | Failed]) -> li
         Drawn(answer.png) if isinstance(answer, Drawn) and number != told else answer
         for number, answer in enumerate(answers)
     ]
-
-
-def _png(picture: Image.Image) -> bytes:
-    file = io.BytesIO()
-    # A third of the time that PNG takes by default, for a tenth more bytes.
-    picture.save(file, format="PNG", compress_level=3)
-    return file.getvalue()
