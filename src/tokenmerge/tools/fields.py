@@ -6,6 +6,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -66,6 +67,12 @@ def write_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def differing(value: Any, base: Any) -> dict[str, str]:
+    """The fields of a dataclass in which it differs from another of its kind, as they are typed."""
+    values = {item.name: getattr(value, item.name) for item in fields(value)}
+    return {name: write_value(each) for name, each in values.items() if each != getattr(base, name)}
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ...presets import presets
-from ..fields import write_value
+from ..fields import differing
 from . import options as shared
 
 
@@ -28,8 +28,6 @@ def run(options: argparse.Namespace) -> None:
 
     rows = []
     for name, technique in presets().items():
-        usual = type(technique)()
-        values = {field: getattr(technique, field) for field in technique.field_docs()}
-        told = [f"{field}={write_value(value)}" for field, value in values.items() if value != getattr(usual, field)]
+        told = [f"{field}={value}" for field, value in differing(technique, type(technique)()).items()]
         rows.append([name, type(technique).__name__, ", ".join(told)])
     print(table(["preset", "technique", "fields that it sets"], rows))

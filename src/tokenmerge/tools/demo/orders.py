@@ -10,7 +10,7 @@ from ...config import Hold, Merge, Techniques
 from ...errors import TokenMergeError, did_you_mean
 from ...presets import presets
 from ..drawing.request import Request
-from ..fields import parse_as, parse_size, write_value
+from ..fields import differing, parse_as, parse_size
 from ..speeds import SPEEDS
 from ..typed import PLAIN, Configuration, Part, heads, joined, read_typed
 from .models import Models
@@ -100,14 +100,8 @@ def as_typed(techniques: Techniques) -> str:
 def _part(technique: Merge | Hold) -> Part:
     # `none` means no technique, where it is typed.
     alike = {name: each for name, each in presets().items() if type(each) is type(technique) and name != PLAIN}
-    differing = {name: _differences(technique, each) for name, each in alike.items()}
-    name = min(differing, key=lambda name: len(differing[name]))
-    return Part(name, differing[name])
-
-
-def _differences(technique: Merge | Hold, preset: Merge | Hold) -> dict[str, str]:
-    values = {item.name: getattr(technique, item.name) for item in fields(technique)}
-    return {name: write_value(value) for name, value in values.items() if value != getattr(preset, name)}
+    parts = [Part(name, differing(technique, each)) for name, each in alike.items()]
+    return min(parts, key=lambda part: len(part.fields))
 
 
 def _technique(kind: type[Merge] | type[Hold], values: Values) -> Merge | Hold:

@@ -10,7 +10,7 @@ from typing import Any
 from ...config import TOLERANCE, Hold, Merge, Techniques
 from ...errors import TokenMergeError
 from ...families import Family
-from ..fields import write_value
+from ..fields import differing
 from ..typed import Configuration, Part, Typed, joined
 
 Changes = Mapping[str, Any]
@@ -79,11 +79,10 @@ class Searched:
 
     def typed(self, technique: Merge | Hold) -> Part:
         """A technique as it is typed: by what was typed before, and how it differs."""
-        values = {name: getattr(technique, name) for name in technique.field_docs()}
+        told = differing(technique, self.base)
         if isinstance(technique, Hold):
             # Of two that take each other's place, the one that counts.
-            del values["tolerance" if technique.tolerance is None else "every"]
-        told = {name: write_value(value) for name, value in values.items() if value != getattr(self.base, name)}
+            told.pop("tolerance" if technique.tolerance is None else "every", None)
         return Part(self.part.head, {**self.part.fields, **told})
 
 
