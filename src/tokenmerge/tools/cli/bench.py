@@ -15,8 +15,9 @@ def add(commands: Any) -> None:
         "bench",
         help="time a denoiser plain and with techniques",
         description=shared.described(
-            "Time a denoiser by kind of step and over a whole schedule, count its launches and measure its memory: "
-            "plain, with each technique, and where tokens merge linearly, the bound of that. Prints Markdown tables."
+            "Time a denoiser by kind of step and over a whole schedule, count its launches and measure its memory. "
+            "It runs plain, with each technique, and where tokens merge linearly with the bound of that. Prints "
+            "Markdown tables."
         ),
     )
     add_, number, numbers = parser.add_argument, parse_as(int), parse_as(tuple[int, ...])
