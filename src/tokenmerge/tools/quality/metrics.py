@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,7 @@ class Meter:
         self._choice = choice
         self._device = device
         self._threads = threads
+        self._networks: dict[str, Any] = {}
 
     def pair(self, metric: Metric, reference: Picture, test: Picture) -> float:
         if reference.pixels.shape != test.pixels.shape:
@@ -149,11 +151,11 @@ class Meter:
         return picture.pixels.to(self._device) if self._device.type == "cuda" else picture.pixels
 
     def _clip_score(self, prompt: str, test: Picture) -> float:
-        return 100 * _cosine(self._vector("clip", test), self._clip.text(prompt))
+        return 100 * _cosine(self._vector("clip", test), self._network("clip").text(prompt))
 
     def _vector(self, network: str, picture: Picture) -> Tensor:
         if network not in picture.vectors:
-            picture.vectors[network] = getattr(self, f"_{network}")(picture.pixels)
+            picture.vectors[network] = self._network(network)(picture.pixels)
         return picture.vectors[network]
 
     def _lpips_distance(self, reference: Picture, test: Picture) -> float:
@@ -163,40 +165,25 @@ class Meter:
             picture.pixels.to(self._device).permute(2, 0, 1)[None].float() / 127.5 - 1 for picture in (test, reference)
         )
         with exactly():
-            return self._lpips(first, second).item()
+            return self._network("lpips")(first, second).item()
 
-    @cached_property
-    def _lpips(self) -> Any:
-        from .perceptual import ALEXNET, PerceptualDistance, read_weights
+    def _network(self, name: str) -> Any:
+        if name not in self._networks:
+            self._networks[name] = _load(name, self._choice.networks[name].path, self._device, self._threads)
+        return self._networks[name]
 
-        return PerceptualDistance(read_weights(self._path("lpips"), ALEXNET), ALEXNET).to(self._device)
 
-    @cached_property
-    def _inception(self) -> Callable[[Tensor], Tensor]:
-        from .embeddings import Inception
+def _load(name: str, path: Path, device: torch.device, threads: int) -> Any:
+    """A network by the name that metrics have for it."""
+    from . import embeddings
+    from .perceptual import ALEXNET, PerceptualDistance, read_weights
 
-        return Inception(self._path("inception"), self._device)
-
-    @cached_property
-    def _sscd(self) -> Callable[[Tensor], Tensor]:
-        from .embeddings import Sscd
-
-        return Sscd(self._path("sscd"), self._threads)
-
-    @cached_property
-    def _dino(self) -> Callable[[Tensor], Tensor]:
-        from .embeddings import Dino
-
-        return Dino(self._path("dino"), self._device)
-
-    @cached_property
-    def _clip(self) -> Any:
-        from .embeddings import Clip
-
-        return Clip(self._path("clip"), self._device)
-
-    def _path(self, network: str) -> Any:
-        return self._choice.networks[network].path
+    if name == "lpips":
+        return PerceptualDistance(read_weights(path, ALEXNET), ALEXNET).to(device)
+    if name == "sscd":
+        return embeddings.Sscd(path, threads)
+    kinds = {"inception": embeddings.Inception, "dino": embeddings.Dino, "clip": embeddings.Clip}
+    return kinds[name](path, device)
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:
