@@ -16,10 +16,12 @@ import diffusers
 import torch
 from torch import nn
 
-from ..api import latent_frames
+from ..api import latent_frames, plan
+from ..config import Techniques
 from ..errors import TokenMergeError, did_you_mean, first_line
 from ..families import Family, denoiser_of, families, family_of
 from ..families.scales import latent_scales
+from ..planning.plan import Plan
 from .random_models import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
@@ -91,6 +93,11 @@ class Outline:
         """Random arguments of a call of its denoiser, once loaded, for pictures or videos of a size in pixels."""
         latents = latent_frames(self.family, frames, self.frame_scale)
         return self.family.example(denoiser, batch, height // self.scale, width // self.scale, latents)
+
+    def plan(self, techniques: Techniques, width: int, height: int, *, steps: int, frames: int | None = None) -> Plan:
+        """What techniques would do to it at a size in pixels."""
+        scales = {"vae_scale_factor": self.scale, "vae_scale_factor_temporal": self.frame_scale}
+        return plan(self.denoiser, techniques, height=height, width=width, frames=frames, steps=steps, **scales)
 
     @property
     def unit(self) -> int:

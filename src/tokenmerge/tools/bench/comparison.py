@@ -142,16 +142,7 @@ def _check(model: Outline, candidates: Sequence[Candidate], task: Task, width: i
     model.check_size(width, height)
     for candidate in candidates:
         try:
-            api.plan(
-                model.denoiser,
-                candidate.techniques,
-                height=height,
-                width=width,
-                frames=task.frames,
-                steps=task.steps,
-                vae_scale_factor=model.scale,
-                vae_scale_factor_temporal=model.frame_scale,
-            )
+            model.plan(candidate.techniques, width, height, steps=task.steps, frames=task.frames)
         except TokenMergeError as error:
             raise _refused(candidate, width, height, error) from error
 

@@ -29,7 +29,6 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from ... import api
     from ...errors import TokenMergeError
     from ...presets import RECOMMENDED
     from ..loading import outline
@@ -43,16 +42,7 @@ def run(options: argparse.Namespace) -> None:
     model = outline(options.model)
     width, height = options.size or model.own_size
     plans = [
-        api.plan(
-            model.denoiser,
-            each.techniques,
-            height=height,
-            width=width,
-            frames=options.frames,
-            steps=options.steps or model.defaults.steps,
-            vae_scale_factor=model.scale,
-            vae_scale_factor_temporal=model.frame_scale,
-        )
+        model.plan(each.techniques, width, height, steps=options.steps or model.defaults.steps, frames=options.frames)
         for each in typed
     ]
     if options.json:

@@ -102,8 +102,8 @@ class Studio:
             raise TokenMergeError(
                 f"Hold and the {configuration.cache.name} cache both skip steps; leave one of them out"
             )
-        size = {"height": request.height, "width": request.width, "vae_scale_factor": self.outline.scale}
-        api.plan(self.outline.denoiser, configuration.techniques, steps=self.steps_of(configuration), **size)
+        steps = self.steps_of(configuration)
+        self.outline.plan(configuration.techniques, request.width, request.height, steps=steps)
 
     def steps_of(self, configuration: Configuration) -> int:
         """Of a picture: as the schedule says, or else as all pictures have them."""
