@@ -12,11 +12,10 @@ from ...errors import TokenMergeError
 from ...presets import preset
 from ..drawing.studio import Setup, Studio
 from ..evaluation.plots import check_plots
-from .finding import Finding
 from .locality import recolour
 from .maptimes import LAYERS, time_maps
 from .overlap import measure_overlap
-from .studies import Inquiry
+from .studies import Finding, Inquiry
 
 # The variant of the paper whose selection is local, at its usual ratio.
 OVERLAP_PRESET = "toma-tile"

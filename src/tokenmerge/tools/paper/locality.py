@@ -16,8 +16,8 @@ from ...planning.tables import table
 from ..drawing.pictures import Panel, save_picture, strip, to_picture
 from ..drawing.studio import Studio
 from ..files import to_json, write_text
-from .finding import Finding
 from .hidden import Hidden, watch
+from .studies import Finding
 
 CLUSTERS = 8
 _TURNS = 20

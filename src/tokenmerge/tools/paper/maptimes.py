@@ -19,7 +19,7 @@ from ...presets import preset
 from ..files import to_json, write_text
 from ..loading import best_device, dtype_on
 from ..measure import Stopwatch, captured, environment
-from .finding import Finding
+from .studies import Finding
 
 # Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
 LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}

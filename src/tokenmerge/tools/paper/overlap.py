@@ -16,8 +16,8 @@ from ...planning.tables import table
 from ..drawing.studio import Studio
 from ..evaluation.plots import new_plot, save_plot
 from ..files import to_json, write_text
-from .finding import Finding
 from .hidden import Hidden, watch
+from .studies import Finding
 
 
 def measure_overlap(

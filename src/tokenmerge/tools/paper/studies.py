@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ...config import SELECTIONS, UNMERGES
 from ...errors import TokenMergeError, did_you_mean
@@ -143,6 +146,18 @@ INQUIRIES = (
     Inquiry(("fig4",), "destinations at every step against those of the first of their interval", _OF_MODELS),
 )
 NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIES) for name in item.names}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A table for people, the records it was made from, and the file to look at."""
+
+    text: str
+    records: Sequence[dict[str, Any]]
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.text}\n\n{self.path}"
 
 
 def find_study(name: str) -> Study | Inquiry:
