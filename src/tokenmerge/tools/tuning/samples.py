@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from ...planning.tables import counted
+
 
 @dataclass(frozen=True)
 class Share:
@@ -20,8 +22,7 @@ class Share:
         return len(self.prompts) * len(self.seeds)
 
     def __str__(self) -> str:
-        prompts, seeds = len(self.prompts), len(self.seeds)
-        told = f"{prompts} prompt{'s' if prompts > 1 else ''}"
+        told, seeds = counted(len(self.prompts), "prompt"), len(self.seeds)
         return f"{told} x {seeds} seeds" if seeds > 1 else told
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ...errors import TokenMergeError
 from ..drawing.studio import Setup, Studio
@@ -114,7 +115,8 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     pictures = sum((size + 1) * share.count for size, share in zip(sizes, samples, strict=True))
     if rivals:
         pictures += (len(rivals) + 1) * samples[-1].count
-    with _progress(pictures + 2 * held_out[0].count) as bar:
+    # Over all rungs, above the bars of the evaluations.
+    with tqdm(total=pictures + 2 * held_out[0].count, unit="picture", leave=False) as bar:
         rungs = _climb(search, candidates, samples, sizes, out / "rungs", resume, bar)
         beside = None
         if rivals:
@@ -223,12 +225,3 @@ def _points(results: Results, goal: Goal) -> Iterator[Point]:
         # The plain model is what pictures are compared with, and has no figure.
         drift = row.estimates.get(goal.metric.name, Estimate(0.0))
         yield Point(row.configuration, row.seconds, speed_up, drift)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar over all rungs, above those of the evaluations."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    with tqdm(total=total, unit="picture", leave=False) as bar:
-        yield bar
