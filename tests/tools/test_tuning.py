@@ -512,7 +512,6 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches techniques alone"),
         (["--budget", "mse=9", "--rivals", "deepcache"], "'deepcache' is refused: DeepCache is for UNets"),
         (["--budget", "mse=9", "--rivals", "hold"], "'hold' is no rival; use first-block, mag"),
-        (["--budget", "mse=9", "--rivals", "unipc", "unipc:steps=14"], "are the same; leave one out"),
         (["--budget", "mse=9", "--batch", "0"], "--batch is 0"),
     ],
 )
