@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def front(self) -> list[Point]:
-        """Of the last rung, all of whose candidates saw the same samples; the plain model is always on it."""
+        """Of the last rung and the plain model, all of which saw the same samples."""
         return front([self.rungs[-1].plain, *self.rungs[-1].points])
 
     @property
