@@ -35,8 +35,9 @@ from .runtime.installing import Installation
 from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
-from .runtime.scheduler import Follower, scheduler_source
-from .runtime.state import APPLIED, State
+from .runtime.scheduler import SchedulerFollower, scheduler_source
+from .runtime.state import APPLIED, Follower, State
+from .runtime.timeline import Timeline
 
 Model = TypeVar("Model")
 # What `apply` takes as a technique.
@@ -74,8 +75,17 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
 
 def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
     """The plan for a denoiser; raises where it cannot be applied."""
-    family = family_of(denoiser)
-    techniques = decided(family, techniques, scheduler)
+    plan_ = hosted_plan(denoiser, family_of(denoiser), techniques, partial(_adds_noise, scheduler))
+    _check_scheduler(plan_, scheduler)
+    return plan_
+
+
+def hosted_plan(denoiser: nn.Module, family: Family, techniques: Techniques, noisy: Callable[[], bool]) -> Plan:
+    """The plan for a denoiser of any host; raises where it cannot be applied.
+
+    noisy: whether noise is added at steps.
+    """
+    techniques = decided(family, techniques, noisy)
     plan_ = make_plan(denoiser, family, techniques)
     check_holdable(denoiser, plan_.runs)
     caches = cache_hooks(denoiser)
@@ -84,7 +94,6 @@ def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -
             f"a cache ({caches[0]}) is enabled already; a cache must come after a technique: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
-    _check_scheduler(plan_, scheduler)
     if techniques.merge is not None:
         check_mergeable(denoiser, techniques.merge)
         if plan_.merged_sites:
@@ -145,7 +154,7 @@ def plan(
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()
-    techniques = decided(family, techniques, scheduler)
+    techniques = decided(family, techniques, partial(_adds_noise, scheduler))
     known_scale, known_frames = _known_scales(model, family)
     scale = vae_scale_factor or known_scale
     if min(height, width) < scale:
@@ -272,14 +281,18 @@ def supported_models() -> dict[str, str]:
     return {family.denoiser.__name__: family.title for family in families()}
 
 
-def decided(family: Family, techniques: Techniques, scheduler: Any) -> Techniques:
-    """Techniques with what `auto` stands for: a UNet's stages, unless the scheduler adds noise, which only layers that
+def decided(family: Family, techniques: Techniques, noisy: Callable[[], bool]) -> Techniques:
+    """Techniques with what `auto` stands for: a UNet's stages, unless noise is added at steps, which only layers that
     still run would see."""
     hold = techniques.hold
     if hold is None or hold.what != "auto":
         return techniques
-    stages = family.stages is not None and (scheduler is None or not adds_noise(scheduler))
+    stages = family.stages is not None and not noisy()
     return techniques._replace(hold=hold.replace(what="stages" if stages else "blocks"))
+
+
+def _adds_noise(scheduler: Any) -> bool:
+    return scheduler is not None and adds_noise(scheduler)
 
 
 def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
@@ -295,7 +308,7 @@ def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
             )
 
 
-def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
+def way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
     """What to do under a scheduler that adds noise, where nothing in a held step would see it; else nothing."""
     if not plan_.runs:
         return ""
@@ -335,27 +348,56 @@ def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any
     """Replace what is applied to the denoiser; if that fails, what was applied stays."""
     family = family_of(denoiser)
     acts = bool(plan_.merged_sites or plan_.runs)
-    merge = plan_.techniques.merge if plan_.merged_sites else None
-    timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
     # Reads the scheduler, which may be anybody's, before anything is touched.
-    way_out = _way_out_of_noise(denoiser, family, plan_)
-    follower = Follower(timeline, scheduler_of if acts else lambda: None, way_out)
-    merging = Merging(merge, follower.clock) if merge is not None else None
-    holding = Holding(follower.clock) if plan_.runs else None
-    state = State(timeline, follower, merging, holding)
+    way_out = way_out_of_noise(denoiser, family, plan_)
+    follower = SchedulerFollower(_timeline(plan_), scheduler_of if acts else lambda: None, way_out)
     before = _known(denoiser)
     _remove(denoiser)
+    try:
+        _attach(denoiser, family, plan_, follower, scheduler_of)
+    except BaseException:
+        if before is not None:
+            _apply_plan(*before)
+        raise
+
+
+@contextmanager
+def hosted(denoiser: nn.Module, family: Family, plan_: Plan, follower: Follower) -> Iterator[Callable[[], Summary]]:
+    """A plan on a denoiser for one picture of a host that is not diffusers; afterwards it is exactly as before. Gives a
+    function that tells what has been done.
+
+    family: the host's own table. follower: keeps the clock by what the host tells.
+    """
+    _attach(denoiser, family, plan_, follower, lambda: None)
+    try:
+        yield partial(_summary, denoiser)
+    finally:
+        _remove(denoiser)
+
+
+def _attach(
+    denoiser: nn.Module, family: Family, plan_: Plan, follower: Follower, scheduler_of: Callable[[], Any]
+) -> None:
+    """Put a plan on a denoiser that has none; if that fails, it is as it was."""
+    merge = plan_.techniques.merge if plan_.merged_sites else None
+    merging = Merging(merge, follower.clock) if merge is not None else None
+    holding = Holding(follower.clock) if plan_.runs else None
+    state = State(_timeline(plan_), follower, merging, holding)
     installation = Installation()
     try:
-        if acts:
+        if merging is not None or holding is not None:
             _install(denoiser, family, plan_, state, installation, merging, holding)
     except BaseException:
         installation.uninstall()
         follower.close()
-        if before is not None:
-            _apply_plan(*before)
         raise
     setattr(denoiser, APPLIED, _Applied(plan_, state, installation, scheduler_of, merging, holding))
+
+
+def _timeline(plan_: Plan) -> Timeline:
+    """Of the techniques that act somewhere."""
+    merge, hold = plan_.techniques
+    return timeline_of(merge if plan_.merged_sites else None, hold if plan_.runs else None)
 
 
 def _install(

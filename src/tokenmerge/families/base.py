@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from .calls import DenoiserCall
 
+# Of a family that cannot tell before it runs.
+_NO_CALL = DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()))
 # The arguments of a call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -86,6 +88,9 @@ class Ports:
     text: str = ""  # where text tokens lie in the same sequence: first, or after the image tokens
     text_tokens: Argument | None = None  # text that enters beside the image tokens, where as much is given out
     per_token: tuple[PerToken, ...] = ()
+    in_place: bool = False  # whether the module may write to the tokens it is given
+    # Of a held stage that is not the last: the shape of what it gives out, which nothing reads.
+    nothing: tuple[int, ...] = ()
 
     def outgoing(self, output: Any) -> list[Tensor]:
         """Image tokens that a module gives out."""
@@ -165,16 +170,16 @@ class Family:
     name: str
     title: str  # the models, as people call them
     denoiser: type[nn.Module]
-    pipelines: tuple[str, ...]  # of diffusers, that are tested
-    steps: str  # that its models are usually given
     blocks: Callable[[Any], list[Block]]
     read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
+    pipelines: tuple[str, ...] = ()  # of diffusers, that are tested
+    steps: str = ""  # that its models are usually given
     # The call that a latent of a height, a width and so many frames leads to, without tensors.
-    plan_call: Callable[..., DenoiserCall]
+    plan_call: Callable[..., DenoiserCall] = lambda *_: _NO_CALL
     # Random arguments for a batch of latents of a height, a width and so many frames.
-    example: Callable[..., dict[str, Any]]
+    example: Callable[..., dict[str, Any]] = lambda *_: {}
     # Pixels that its pipelines want sides in multiples of, from pixels per latent.
-    unit: Callable[[Any, int], int]
+    unit: Callable[[Any, int], int] = lambda denoiser, scale: scale
     merging: str = "dit"  # the preset that merges best here
     frames: int = 1  # that its pipelines usually make; more than 1 for videos
     scales: tuple[int, int] = (8, 4)  # pixels along a side, and frames, that a latent usually stands for

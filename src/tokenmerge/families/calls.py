@@ -46,6 +46,8 @@ class DenoiserCall(NamedTuple):
     text_tokens: int = 0
     shapes: Hashable = ()  # of all arguments, where no table tells what counts
     apart: bool = False  # whether something acts between blocks
+    # Of a host that joins conditions in one batch and splits them as it likes: what each equal part of it is.
+    conditions: tuple[Hashable, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -57,6 +59,14 @@ class DenoiserCall(NamedTuple):
         """What the tensors of a call depend on."""
         grids = self.grids or self.tokens
         return self.batch, self.dtype, self.device, grids, self.text_tokens, self.shapes, self.apart
+
+    def parts(self, turn: int) -> list[tuple[Hashable, DenoiserCall]]:
+        """What residuals are kept for, by a name that is the same in every step: each condition, or where a host tells
+        none the whole call, the one with number `turn` of its step."""
+        if not self.conditions:
+            return [(turn, self)]
+        one = self._replace(batch=self.batch // len(self.conditions), conditions=())
+        return [(condition, one) for condition in self.conditions]
 
 
 def grids_at_level(call: DenoiserCall, level: int) -> tuple[TokenGrid, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -42,13 +41,8 @@ def generic_family(denoiser: nn.Module) -> Family:
         name="generic",
         title="any other denoiser of diffusers",
         denoiser=type(denoiser),
-        pipelines=(),
-        steps="",
         blocks=candidates,
         read=_read,
-        plan_call=lambda *_: DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(())),
-        example=lambda *_: {},
-        unit=lambda denoiser, scale: scale,
         unmergeable=lambda denoiser: obstacle,
         learned=True,
     )

@@ -14,7 +14,7 @@ from ..families.calls import DenoiserCall
 from ..runtime.clock import Clock
 from ..runtime.timeline import HELD, Kept, Step
 from .errors import Errors
-from .residuals import Residual, Run
+from .residuals import Joined, Residual, Run
 
 # What held blocks do in a call.
 RUN, KEEP, HOLD = "run", "keep", "hold"
@@ -22,7 +22,7 @@ RUN, KEEP, HOLD = "run", "keep", "hold"
 
 @dataclass
 class _Call:
-    """The kept steps of one call of the step, at one size, in an image."""
+    """The kept steps of one part of a step's calls, at one size, in an image."""
 
     image: int
     call: DenoiserCall
@@ -39,9 +39,9 @@ class Holding:
         self.runs: list[Run] = []
         self.errors = Errors()
         self._clock = clock
-        self._kept: dict[tuple[int, tuple[Any, ...]], _Call] = {}  # by call of the step and size
-        self._pending: tuple[_Call, int] | None = None  # the last call's, and its step, if it is to be kept
-        self._ahead: dict[tuple[int, torch.device], Tensor] = {}  # by call of the step
+        self._kept: dict[tuple[Hashable, tuple[Any, ...]], _Call] = {}  # by part and size
+        self._pending: tuple[list[_Call], int] | None = None  # the last call's parts, and its step, if it is to be kept
+        self._ahead: dict[tuple[Hashable, torch.device], Tensor] = {}  # by part
 
     def add_run(self, run: Run) -> Run:
         self.runs.append(run)
@@ -50,24 +50,29 @@ class Holding:
     def begin_image(self) -> None:
         """Give up residuals of sizes that the last two images did not have: two sizes may take turns."""
         self.errors.begin_image()
-        for (turn, size), kept in list(self._kept.items()):
+        for (part, size), kept in list(self._kept.items()):
             if kept.image < self._clock.image - 2:
-                del self._kept[turn, size]
+                del self._kept[part, size]
                 for run in self.runs:
                     if run.serves(kept.call):
-                        run.forget(kept.call, turn)
+                        run.forget(kept.call, part)
 
     def known(self, call: DenoiserCall) -> Kept | None:
-        """What such a call of this image has shown so far."""
+        """What such a call of this image has shown so far, if all of its parts have shown the same steps."""
         self._drop_failed()
-        kept = self._kept.get((self._clock.call, call.size))
-        if kept is None or kept.image != self._clock.image or not kept.steps:
+        first, *others = (self._steps(part, each) for part, each in call.parts(self._clock.call))
+        if not first or any(each != first for each in others):
             return None
-        *before, last = map(self._clock.place, kept.steps)
+        *before, last = map(self._clock.place, first)
         # The error of a full step is on its way while the next begins, and is not waited for.
-        late = last.number if self._clock.step == kept.steps[-1] + 1 else last.number + 1
-        held = tuple(map(self._clock.place, range(kept.steps[-1] + 1, self._clock.step)))
+        late = last.number if self._clock.step == first[-1] + 1 else last.number + 1
+        held = tuple(map(self._clock.place, range(first[-1] + 1, self._clock.step)))
         return Kept(last, before[0] if before else None, self.errors.bend(late), held)
+
+    def _steps(self, part: Hashable, call: DenoiserCall) -> list[int]:
+        """The kept steps of a part, in this image."""
+        kept = self._kept.get((part, call.size))
+        return kept.steps if kept is not None and kept.image == self._clock.image else []
 
     def enter(self, call: DenoiserCall, step: Step) -> None:
         """Point every run at the residual of this call, and tell how far the last kept step is."""
@@ -78,31 +83,37 @@ class Holding:
             self.act = RUN
         for run in self.runs:
             run.entered, run.passed = None, None
-        turn = self._clock.call
-        kept = self._kept.get((turn, call.size))
+        parts = call.parts(self._clock.call)
         if self.act == RUN:
-            if kept is not None:
+            for part, each in parts:
                 # No slope across a step that ran and was not kept.
-                kept.steps.clear()
+                self._steps(part, each).clear()
             return
+        kept = [self._call(part, each) for part, each in parts]
+        self._pending = (kept, self._clock.step) if self.act == KEEP else None
+        self._point(call, [self._distance(each.steps) for each in kept])
+
+    def _call(self, part: Hashable, call: DenoiserCall) -> _Call:
+        """What is known of a part, begun anew with every image."""
+        kept = self._kept.get((part, call.size))
         if kept is None or kept.image != self._clock.image:
             # The tensors of a call would be kept alive by its ids and timestep.
             known = call._replace(ids=None, timestep=torch.zeros(()))
-            kept = self._kept[turn, call.size] = _Call(self._clock.image, known)
-        self._pending = (kept, self._clock.step) if self.act == KEEP else None
-        self._point(call, self._distance(kept.steps))
+            kept = self._kept[part, call.size] = _Call(self._clock.image, known)
+        return kept
 
-    def _point(self, call: DenoiserCall, distance: float) -> None:
-        """Every run at its residual of a call."""
-        turn = self._clock.call
-        if (turn, call.device) not in self._ahead:
-            with torch.inference_mode(False):
-                self._ahead[turn, call.device] = torch.zeros((), device=call.device)
-        ahead = self._ahead[turn, call.device]
-        ahead.fill_(distance)
+    def _point(self, call: DenoiserCall, distances: list[float]) -> None:
+        """Every run at its residuals of a call."""
+        parts = call.parts(self._clock.call)
+        aheads = []
+        for (part, _), distance in zip(parts, distances, strict=True):
+            if (part, call.device) not in self._ahead:
+                with torch.inference_mode(False):
+                    self._ahead[part, call.device] = torch.zeros((), device=call.device)
+            aheads.append(self._ahead[part, call.device].fill_(distance))
         for run in self.runs:
             if run.serves(call):
-                run.enter(call, turn, ahead)
+                run.enter(parts, aheads)
             else:
                 run.current = None
 
@@ -111,13 +122,14 @@ class Holding:
         call, self._shown = self._shown, None
         if call is None or any(not run.serves(call) for run, _ in changes):
             return
-        self._point(call, 0.0)
+        parts = call.parts(self._clock.call)
+        self._point(call, [0.0] * len(parts))
         for run, change in changes:
             assert run.current is not None
             run.current.keep(change)
             run.current.leave_inference()
-        known = call._replace(ids=None, timestep=torch.zeros(()))
-        self._kept[self._clock.call, call.size] = _Call(self._clock.image, known, [self._clock.step])
+        for part, each in parts:
+            self._call(part, each).steps = [self._clock.step]
 
     def leave(self, *, restart: bool) -> None:
         """At the end of a call that did not fail. restart: whether what ran is another than at the last kept step, so
@@ -127,12 +139,13 @@ class Holding:
                 run.passed = None
                 if run.current is not None:
                     run.current.leave_inference()
-            kept, step = self._pending
-            if len(kept.steps) == 2 and not restart:
-                before, last = map(self._clock.place, kept.steps)
-                residuals = [run.current for run in self.runs if run.current is not None]
-                self.errors.note(self._clock.place(step), Kept(last, before), residuals)
-            kept.steps = [step] if restart else [*kept.steps[-1:], step]
+            parts, step = self._pending
+            for number, kept in enumerate(parts):
+                if len(kept.steps) == 2 and not restart:
+                    before, last = map(self._clock.place, kept.steps)
+                    residuals = [run.current.parts[number] for run in self.runs if run.current is not None]
+                    self.errors.note(self._clock.place(step), Kept(last, before), residuals)
+                kept.steps = [step] if restart else [*kept.steps[-1:], step]
         self._pending = None
         # Blocks that are called by themselves run.
         self.act = RUN
@@ -140,7 +153,8 @@ class Holding:
     def _drop_failed(self) -> None:
         """A call that failed on the way has left residuals among those of the last that ran: begin anew."""
         if self._pending is not None:
-            self._pending[0].steps.clear()
+            for kept in self._pending[0]:
+                kept.steps.clear()
             self._pending = None
 
     def _distance(self, steps: list[int]) -> float:
@@ -173,8 +187,8 @@ class Holding:
     def kind(self) -> Hashable:
         return tuple(id(run.current) for run in self.runs)
 
-    def owners(self) -> list[Residual | None]:
+    def owners(self) -> list[Residual | Joined | None]:
         return [run.current for run in self.runs]
 
-    def still_owns(self, owners: list[Residual | None]) -> bool:
+    def still_owns(self, owners: list[Residual | Joined | None]) -> bool:
         return all(run.owns(residual) for run, residual in zip(self.runs, owners, strict=True))

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class LearnedPorts:
     keys: tuple[Key, ...]  # of the arguments that it changes
     form: Form | None  # None for a tensor by itself
     listed: bool = False  # whether the items come in a list
+    in_place: ClassVar[bool] = False  # blocks that write to what they are given are not held
 
     @property
     def streams(self) -> int:

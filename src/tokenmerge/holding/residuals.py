@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,10 @@ class Residual:
         self.squares = torch.zeros(2, samples, device=ahead.device)
 
     @property
+    def parts(self) -> tuple[Residual, ...]:
+        return (self,)
+
+    @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.streams)
 
@@ -88,34 +93,63 @@ class Residual:
             stream.leave_inference()
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The residuals of conditions that one call has joined, one after the other along the batch."""
+
+    parts: tuple[Residual, ...]
+
+    def keep(self, changes: tuple[Tensor | None, ...]) -> None:
+        count = len(self.parts)
+        split = [(None,) * count if each is None else each.chunk(count) for each in changes]
+        for part, mine in zip(self.parts, zip(*split, strict=True), strict=True):
+            part.keep(mine)
+
+    def now(self) -> tuple[Tensor | None, ...]:
+        streams = zip(*(part.now() for part in self.parts), strict=True)
+        return tuple(_joined([each for each in stream if each is not None]) for stream in streams)
+
+    def leave_inference(self) -> None:
+        for part in self.parts:
+            part.leave_inference()
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if parts else None
+
+
 @dataclass
 class Run:
     """Blocks that are held together: all their residuals, by size and call of the step."""
 
     streams: int
     apart: bool | None = None  # whether it is for calls where something acts between blocks, or does not; None: for all
-    current: Residual | None = None
+    current: Residual | Joined | None = None
     # At a full step, until the last block has run: what entered the first.
     entered: tuple[Tensor, ...] | None = None
     passed: tuple[Tensor | None, ...] | None = None  # at a full step, what the last block gave on
-    _residuals: dict[tuple[Any, int], Residual] = field(default_factory=dict)
+    _residuals: dict[tuple[Any, Hashable], Residual] = field(default_factory=dict)
 
     def serves(self, call: DenoiserCall) -> bool:
         return self.apart in (None, call.apart)
 
-    def enter(self, call: DenoiserCall, turn: int, ahead: Tensor) -> None:
-        """Point `current` at the residual of a call, the one with number `turn` of its step."""
-        key = (call.size, turn)
+    def enter(self, parts: Sequence[tuple[Hashable, DenoiserCall]], aheads: Sequence[Tensor]) -> None:
+        """Point `current` at the residuals of a call's parts."""
+        found = [self._residual(part, call, ahead) for (part, call), ahead in zip(parts, aheads, strict=True)]
+        self.current = found[0] if len(found) == 1 else Joined(tuple(found))
+
+    def _residual(self, part: Hashable, call: DenoiserCall, ahead: Tensor) -> Residual:
+        key = (call.size, part)
         if key not in self._residuals:
             # Inference tensors could not be overwritten outside of inference mode.
             with torch.inference_mode(False):
                 self._residuals[key] = Residual(self.streams, call.batch, ahead)
-        self.current = self._residuals[key]
+        return self._residuals[key]
 
-    def forget(self, call: DenoiserCall, turn: int) -> None:
-        self._residuals.pop((call.size, turn), None)
+    def forget(self, call: DenoiserCall, part: Hashable) -> None:
+        self._residuals.pop((call.size, part), None)
 
-    def owns(self, residual: Residual | None) -> bool:
+    def owns(self, residual: Residual | Joined | None) -> bool:
         return residual is None or any(each is residual for each in self._residuals.values())
 
     @property

@@ -15,7 +15,7 @@ from ..runtime.foreign import cache_hooks, offloaded_with
 from ..runtime.installing import Installation, Site
 from .controller import KEEP, RUN, Holding
 from .learning import LearnedPorts, LearnedRun
-from .residuals import Residual, Run
+from .residuals import Joined, Residual, Run
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
@@ -144,7 +144,7 @@ class HeldSite(Site):
         if act == KEEP:
             self.check_entering(streams, run, first=first)
             if first:
-                run.entered = tuple(each.detach() for each in streams)
+                run.entered = tuple(_entered(each, self.ports) for each in streams)
             output = self.original(*args, **kwargs)
             self.note_leaving(output, run)
             if last:
@@ -160,7 +160,7 @@ class HeldSite(Site):
     def note_leaving(self, output: Any, run: Run) -> None:
         """A table knows what leaves."""
 
-    def moved(self, streams: tuple[Tensor, ...], residual: Residual) -> tuple[Tensor, ...]:
+    def moved(self, streams: tuple[Tensor, ...], residual: Residual | Joined) -> tuple[Tensor, ...]:
         """What leaves a held run, by what entered it and its residual."""
         changes = residual.now()
         for entered, change in zip(streams, changes, strict=True):
@@ -172,7 +172,7 @@ class HeldSite(Site):
         pairs = zip(streams, changes, strict=True)
         return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
 
-    def keep(self, run: Run, residual: Residual, output: Any) -> None:
+    def keep(self, run: Run, residual: Residual | Joined, output: Any) -> None:
         """Keep what a run has changed, of which this is the last block."""
         if run.entered is None:
             raise TokenMergeError(
@@ -232,7 +232,7 @@ class StageSite(Site):
         assert residual is not None, "a held stage ran before its denoiser was entered"
         features = self.ports.tokens.read(args, kwargs)
         if self.first:
-            self.together.entered = (features.detach(),)
+            self.together.entered = (_entered(features, self.ports),)
         if act == KEEP:
             output = self.original(*args, **kwargs)
             self.skips = len(output[1]) if isinstance(output, tuple) else None
@@ -244,7 +244,7 @@ class StageSite(Site):
             assert change is not None, "a stage was held before it was kept"
             return _clipped(self.take_entered() + change)
         # As many as always, of a shape that whatever a ControlNet adds goes with.
-        nothing = features.new_empty(())
+        nothing = features.new_empty(self.ports.nothing)
         return nothing if self.skips is None else (nothing, (nothing,) * self.skips)
 
     def take_entered(self) -> Tensor:
@@ -255,6 +255,11 @@ class StageSite(Site):
             )
         (features,), self.together.entered = self.together.entered, None
         return features
+
+
+def _entered(tokens: Tensor, ports: Ports | LearnedPorts) -> Tensor:
+    """What is about to enter a run, as it will be needed after it."""
+    return tokens.detach().clone() if ports.in_place else tokens.detach()
 
 
 def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

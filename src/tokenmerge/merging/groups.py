@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +70,18 @@ class MergeGroup:
     def enter(self, call: DenoiserCall) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         image, step, turn = self._clock.now
-        turn = min(turn, MAX_CALLS)
+        part: Hashable = call.conditions or (turn if turn < MAX_CALLS else MAX_CALLS)
         if image != self._seeded_for:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
         self.partition = self._partition_on(call.device)
-        made = self._enter_slot(turn, call, self.partition).history.made_for(turn, image)
+        made = self._enter_slot(part, call, self.partition).history.made_for(part, image)
         self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
         self._gathered.clear()
 
-    def _enter_slot(self, turn: int, call: DenoiserCall, partition: Partition) -> Slot:
-        """Point `slot` at the tensors of a size, holding the maps of a turn."""
+    def _enter_slot(self, part: Hashable, call: DenoiserCall, partition: Partition) -> Slot:
+        """Point `slot` at the tensors of a size, holding the maps of one call of the step."""
         key = (call.batch, self.grids, call.dtype, call.device)
         if key not in self._slots:
             self._make_room()
@@ -89,7 +89,7 @@ class MergeGroup:
         self.slot = slot = self._slots[key]
         slot.image = self._clock.image
         with torch.no_grad():
-            slot.history.bring_in(turn, slot.tensors)
+            slot.history.bring_in(part, slot.tensors)
         return slot
 
     def _make_room(self) -> None:

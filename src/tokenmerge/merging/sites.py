@@ -177,8 +177,9 @@ class BlockSite(MergeSite):
         self.refresh(image)
         merged = self.slot.map.merge(image)
         args, kwargs = self.merged_call(args, kwargs, _joined(first, merged, after))
+        entered = merged.clone() if self.ports.in_place else merged
         output = self.original(*args, **kwargs)
         (left,) = self.ports.outgoing(output)
         first, changed, after = self.split(left, self.slot.map.merged_count)
-        changed = self.slot.map.unmerge(changed, residual=image, entered=merged)
+        changed = self.slot.map.unmerge(changed, residual=image, entered=entered)
         return self.ports.replaced(output, [_joined(first, changed, after)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,21 +25,21 @@ class Made:
 class _History:
     """Whose maps a slot's tensors hold, and the maps of the other calls of a step."""
 
-    resident: int | None = None
-    made: dict[int, Made] = field(default_factory=dict)
-    saved: dict[int, list[Tensor]] = field(default_factory=dict)
+    resident: Hashable | None = None
+    made: dict[Hashable, Made] = field(default_factory=dict)
+    saved: dict[Hashable, list[Tensor]] = field(default_factory=dict)
 
-    def bring_in(self, call: int, tensors: list[Tensor]) -> None:
+    def bring_in(self, call: Hashable, tensors: list[Tensor]) -> None:
         """Swap `tensors` so that they hold the maps of `call`, keeping those they held."""
         if self.resident == call:
             return
-        if self.resident is not None and self.resident < MAX_CALLS:
+        if self.resident not in (None, MAX_CALLS):
             self.saved[self.resident] = [tensor.clone() for tensor in tensors]
         for tensor, kept in zip(tensors, self.saved.pop(call, ()), strict=False):
             tensor.copy_(kept)
         self.resident = call
 
-    def made_for(self, call: int, image: int) -> Made:
+    def made_for(self, call: Hashable, image: int) -> Made:
         known = self.made.get(call)
         # Later calls than are kept apart select anew.
         if known is None or known.image != image or call == MAX_CALLS:

@@ -39,6 +39,10 @@ class Clock:
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
         self._levels, self._gain = levels or [], gain
 
+    def correct_levels(self, levels: list[float]) -> None:
+        """The schedule is another than was told when the image began."""
+        self.total, self._levels = len(levels), levels
+
     def next_step(self) -> None:
         self.step += 1
         self.call = -1

@@ -54,9 +54,9 @@ def casts_weights(denoiser: nn.Module) -> bool:
 
 
 def runs_as_made(module: nn.Module) -> bool:
-    """Whether the forward of a module of diffusers is its own, or one around it that passes for it: not one that
-    somebody has written in its place."""
-    return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("diffusers", "tokenmerge")
+    """Whether the forward of a module of diffusers or ComfyUI is its own, or one around it that passes for it: not one
+    that somebody has written in its place."""
+    return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("comfy", "diffusers", "tokenmerge")
 
 
 def _hooks(module: nn.Module) -> dict[str, Any]:

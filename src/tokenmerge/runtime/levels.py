@@ -63,10 +63,23 @@ def noise_levels(scheduler: Any) -> list[float] | None:
         return None
     if isinstance(sigmas, Tensor) and len(sigmas) >= len(timesteps):
         known = sigmas.tolist()[: len(timesteps)]
-        ratios: list[float] | None = _of_sigmas(known, getattr(scheduler, "config", None) or {})
-    else:
-        ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
-    return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+        config = getattr(scheduler, "config", None) or {}
+        flows = config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(known) <= 1.0
+        if flows and config.get("invert_sigmas"):
+            known = [1.0 - sigma for sigma in known]
+        return levels_of(known, flows=flows, data=config.get("sigma_data", 1.0))
+    ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
+    return None if ratios is None else _within(ratios)
+
+
+def levels_of(sigmas: Sequence[float], *, flows: bool, data: float = 1.0) -> list[float]:
+    """The same of sigmas. A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a
+    signal of `data`."""
+    return _within([sigma / max(1.0 - sigma, _LEAST) if flows else sigma / data for sigma in sigmas])
+
+
+def _within(ratios: list[float]) -> list[float]:
+    return [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
 
 
 def error_gain(scheduler: Any) -> float:
@@ -85,15 +98,6 @@ def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
         return None
     # Solvers of second order have more timesteps than steps.
     return noise_levels(trial) if len(trial.timesteps) == steps else None
-
-
-def _of_sigmas(sigmas: list[float], config: Any) -> list[float]:
-    """A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a signal of 1."""
-    flows = config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(sigmas) <= 1.0
-    if not flows:
-        return [sigma / config.get("sigma_data", 1.0) for sigma in sigmas]
-    noise = [1.0 - sigma for sigma in sigmas] if config.get("invert_sigmas") else sigmas
-    return [share / max(1.0 - share, _LEAST) for share in noise]
 
 
 def _of_alphas(timesteps: Any, alphas: Any) -> list[float] | None:

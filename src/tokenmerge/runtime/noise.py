@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,11 +29,23 @@ def adds_noise(scheduler: Any) -> bool:
     """Whether steps of a scheduler depend on chance. One that cannot be tried is taken to add none."""
     for steps, filled in product(_STEPS, (False, True)):
         try:
-            first, second = (_trail(scheduler, steps, filled, drawn) for drawn in (0, 1))
+            return depends_on_chance(partial(_trail, scheduler, steps, filled))
         except _UNFIT:
             continue
-        return not torch.equal(first, second)
     return False
+
+
+def depends_on_chance(trail: Callable[[], Tensor]) -> bool:
+    """Whether a run of steps leads elsewhere with other random numbers."""
+    first, second = (_drawn(trail, number) for number in (0, 1))
+    return not torch.equal(first, second)
+
+
+def _drawn(trail: Callable[[], Tensor], number: int) -> Tensor:
+    """Where steps lead when every random number is the same."""
+    # Seeds are the user's, and must not be touched.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet(), _Drawing(number):
+        return trail()
 
 
 class _Drawing(TorchDispatchMode):
@@ -49,7 +62,7 @@ class _Drawing(TorchDispatchMode):
         return result
 
 
-def _trail(scheduler: Any, steps: int, filled: bool, drawn: int) -> Tensor:
+def _trail(scheduler: Any, steps: int, filled: bool) -> Tensor:
     """The samples of a run, and not its end alone: a scheduler may put a picture in place of what it had noised.
 
     filled: whether steps are given a picture for all they must be given, and a time for each sample: few ask for that.
@@ -58,24 +71,22 @@ def _trail(scheduler: Any, steps: int, filled: bool, drawn: int) -> Tensor:
     trail = [torch.ones(1, 1, 2, 2, device="cpu")]
     # Where a model also predicts the variance it gives out twice as many channels.
     channels = 2 if str(settings.get("variance_type")).startswith("learned") else 1
-    # Seeds are the user's, and must not be touched.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet(), _Drawing(drawn):
-        copied = type(scheduler).from_config(scheduler.config)
-        copied.set_timesteps(steps, **({"mu": 1.0} if settings.get("use_dynamic_shifting") else {}))
-        needed = _required(copied.step)
-        # There may be one more, after the last step.
-        for timestep in copied.timesteps[:steps]:
-            sample = trail[-1]
-            predicted = copied.scale_model_input(sample, timestep) if hasattr(copied, "scale_model_input") else sample
-            given = {
-                # Nothing, as at the first step, in place of what the step before gave out.
-                **dict.fromkeys(needed, torch.ones_like(sample) if filled else None),
-                "model_output": predicted.repeat(1, channels, 1, 1),
-                "timestep": timestep.expand(1) if filled else timestep,
-                "sample": sample,
-            }
-            # Where all is noise, no picture can be told from a prediction of it; later steps have to show.
-            trail.append(copied.step(**given, return_dict=False)[0].nan_to_num(0.0, 0.0, 0.0))
+    copied = type(scheduler).from_config(scheduler.config)
+    copied.set_timesteps(steps, **({"mu": 1.0} if settings.get("use_dynamic_shifting") else {}))
+    needed = _required(copied.step)
+    # There may be one more, after the last step.
+    for timestep in copied.timesteps[:steps]:
+        sample = trail[-1]
+        predicted = copied.scale_model_input(sample, timestep) if hasattr(copied, "scale_model_input") else sample
+        given = {
+            # Nothing, as at the first step, in place of what the step before gave out.
+            **dict.fromkeys(needed, torch.ones_like(sample) if filled else None),
+            "model_output": predicted.repeat(1, channels, 1, 1),
+            "timestep": timestep.expand(1) if filled else timestep,
+            "sample": sample,
+        }
+        # Where all is noise, no picture can be told from a prediction of it; later steps have to show.
+        trail.append(copied.step(**given, return_dict=False)[0].nan_to_num(0.0, 0.0, 0.0))
     return torch.cat([sample.flatten() for sample in trail])
 
 

@@ -11,13 +11,28 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from ..families.calls import DenoiserCall
-from .clock import MAX_CALLS
+from .clock import MAX_CALLS, Clock
 from .installing import Uncopied
-from .scheduler import Follower
 from .timeline import FULL, HELD, MERGED, Kept, Step, Timeline
 
 # Where `apply` keeps what it knows, on the denoiser itself so that both live and die together.
 APPLIED = "_tokenmerge"
+
+
+class Follower(Protocol):
+    """What the state asks of whoever follows the denoising loop."""
+
+    clock: Clock
+
+    @property
+    def waits(self) -> bool:
+        """Whether calls wait for the device anyway."""
+
+    def enter(self, call: DenoiserCall) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Merging(Protocol):
@@ -93,11 +108,14 @@ class State(Uncopied):
         self._anyway: int | None = None
         self._held_from: int | None = None  # if this step is held: the number of the kept step that it follows
         self._kinds: dict[int, str] = {}  # what each call of a step last kept: its kind
+        self._came: Counter[Hashable] = Counter()  # the conditions of this step
 
     def enter(self, call: DenoiserCall) -> None:
         """At the start of a denoiser call: learn the step, decide its kind, and tell the techniques."""
         self.follower.enter(call)
         clock = self.follower.clock
+        if call.conditions:
+            call = call._replace(conditions=self._numbered(call.conditions))
         # Not only in the first call of an image: that may have been refused, and made again.
         begins = self._begun != clock.image
         if begins:
@@ -114,6 +132,14 @@ class State(Uncopied):
             self.holding.enter(call, self.step)
         self._begun = clock.image
 
+    def _numbered(self, conditions: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+        """Conditions, and how often each has come in this step: guidance may ask for one again, with other layers."""
+        if self.follower.clock.call == 0:
+            self._came.clear()
+        numbered = tuple((condition, self._came[condition]) for condition in conditions)
+        self._came.update(conditions)
+        return numbered
+
     def _decide(self, call: DenoiserCall) -> Step:
         """What a call does. All calls of a step do the same; one whose last kept step is another runs."""
         clock = self.follower.clock
@@ -124,10 +150,11 @@ class State(Uncopied):
             if decided.kind == HELD and kept is not None:
                 self._held_from = kept.last.number
             return decided
-        if kept is not None and kept.last.number == self._held_from and clock.call < MAX_CALLS:
-            return Step(HELD)
         # Nothing is kept for so many calls, and full ones in between would save nothing.
-        return self.timeline.step(clock.place(), None, may_hold=clock.call < MAX_CALLS)
+        may_hold = bool(call.conditions) or clock.call < MAX_CALLS
+        if kept is not None and kept.last.number == self._held_from and may_hold:
+            return Step(HELD)
+        return self.timeline.step(clock.place(), None, may_hold=may_hold)
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""
