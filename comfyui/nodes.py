@@ -1,0 +1,68 @@
+"""The two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from comfy_api.latest import io
+
+from .applying import denoiser_of, with_technique
+from .families import family_of
+from .fields import HOLD, MERGE, Setting, hold_of, merge_of
+
+_CATEGORY = "model_patches/tokenmerge"
+
+
+def _input(setting: Setting) -> Any:
+    """A setting as a widget."""
+    told = {"default": setting.default, "tooltip": setting.tooltip}
+    if setting.kind == "combo":
+        return io.Combo.Input(setting.name, options=list(setting.options), **told)
+    kind = io.Float if setting.kind == "float" else io.Int
+    return kind.Input(setting.name, min=setting.least, max=setting.most, step=setting.step, **told)
+
+
+def _schema(node_id: str, name: str, description: str, settings: Sequence[Setting]) -> io.Schema:
+    return io.Schema(
+        node_id=node_id,
+        display_name=name,
+        category=_CATEGORY,
+        description=description,
+        inputs=[io.Model.Input("model", tooltip="the model to make faster"), *map(_input, settings)],
+        outputs=[io.Model.Output(tooltip="the model with this technique, and those of tokenmerge nodes before it")],
+    )
+
+
+class TokenMergeHold(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TokenMergeHold",
+            "Hold (tokenmerge)",
+            "Runs fewer steps: between full steps blocks do not run, and their residual is extrapolated.",
+            HOLD,
+        )
+
+    @classmethod
+    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
+        return io.NodeOutput(with_technique(model, hold_of(**settings)))
+
+
+class TokenMergeMerge(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return _schema(
+            "TokenMergeMerge",
+            "Merge (tokenmerge)",
+            "Runs steps on fewer tokens: tokens that are alike merge before a block and are spread out again after it.",
+            MERGE,
+        )
+
+    @classmethod
+    def execute(cls, model: Any, preset: str, **settings: Any) -> io.NodeOutput:
+        usual = family_of(denoiser_of(model)).merging
+        return io.NodeOutput(with_technique(model, merge_of(preset, usual, **settings)))
+
+
+NODES = [TokenMergeHold, TokenMergeMerge]
