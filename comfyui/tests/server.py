@@ -26,7 +26,7 @@ class Failed(RuntimeError):
 class Server:
     """Starts with this repository's nodes and the loaders of the tests."""
 
-    def __init__(self, python: str | Path, base: Path, timeout: float = 180.0) -> None:
+    def __init__(self, python: str | Path, base: Path, *, cache: bool = False, timeout: float = 180.0) -> None:
         self.base = base
         nodes = base / "custom_nodes"
         for folder in (nodes, base / "models" / "loras", base / "input", base / "output"):
@@ -40,7 +40,9 @@ class Server:
         self._log = base / "server.log"
         command = [str(python), str(TESTS / "launch.py"), "--cpu", "--listen", "127.0.0.1", "--port", str(self.port)]
         command += ["--base-directory", str(base), "--disable-api-nodes", "--disable-auto-launch"]
-        command += ["--cache-none", "--database-url", "sqlite:///:memory:"]
+        command += ["--database-url", f"sqlite:///{base / 'comfyui.db'}"]
+        # Or what has run before would not run again.
+        command += [] if cache else ["--cache-none"]
         # One thread: pictures are the same to the bit, and a busy machine is not slowed down by threads that wait.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with self._log.open("w") as log:
@@ -62,6 +64,12 @@ class Server:
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def usual(self, node: str, **changes: Any) -> tuple[str, dict[str, Any]]:
+        """A node with its widgets as they are when it is added."""
+        required = self.get(f"/object_info/{node}")[node]["input"]["required"]
+        widgets = {name: told[1]["default"] for name, told in required.items() if "default" in (told[1:] or [{}])[0]}
+        return node, {**widgets, **changes}
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import comfy.patcher_extension
 import comfy.samplers
 import comfy.supported_models
 import comfy.utils
@@ -62,12 +65,15 @@ _QWEN = {
     **{"image_model": "qwen_image", "in_channels": 64, "num_layers": 3, "attention_head_dim": 32},
     **{"num_attention_heads": 4, "joint_attention_dim": 64, "axes_dims_rope": [8, 12, 12]},
 }
+_AURA = {"cond_seq_dim": 64, "n_layers": 1, "n_double_layers": 1, "dim": 64, "n_heads": 4, "max_seq": 256}
 # By name: ComfyUI's class of config, the config, and the shape of a latent of 128 pixels.
 _RANDOM = {
     "unet": (comfy.supported_models.SD15, _UNET, (4, 16, 16)),
     "sd3": (comfy.supported_models.SD3, _SD3, (16, 16, 16)),
     "wan": (comfy.supported_models.WAN21_T2V, _WAN, (16, 3, 16, 16)),
     "qwen": (comfy.supported_models.QwenImage, _QWEN, (16, 1, 16, 16)),
+    # No node has a table for it.
+    "aura": (comfy.supported_models.AuraFlow, _AURA, (4, 16, 16)),
 }
 
 
@@ -182,6 +188,28 @@ class TestSplit(io.ComfyNode):
         return io.NodeOutput(model)
 
 
+class TestClock(io.ComfyNode):
+    """Writes to the log how long a sampler ran. It counts what nodes after it do."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Model.Input("model")]
+        return io.Schema(node_id="TestClock", category="test", inputs=inputs, outputs=[io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        def sample(executor: Any, *args: Any, **more: Any) -> Any:
+            wall, busy = time.perf_counter(), time.process_time()
+            samples = executor(*args, **more)
+            wall, busy = time.perf_counter() - wall, time.process_time() - busy
+            logging.info("sampled in %.4f s, %.4f s of the processor", wall, busy)
+            return samples
+
+        model = model.clone()
+        model.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, "clock", sample)
+        return io.NodeOutput(model)
+
+
 class TestControlNet(io.ComfyNode):
     """A ControlNet with random weights for a MODEL, and a picture for it."""
 
@@ -211,7 +239,7 @@ class TestControlNet(io.ComfyNode):
 
 class Extension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestFlux, TestRandom, TestSplit, TestControlNet]
+        return [TestFlux, TestRandom, TestSplit, TestClock, TestControlNet]
 
 
 async def comfy_entrypoint() -> Extension:

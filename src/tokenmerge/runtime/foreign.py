@@ -56,6 +56,9 @@ def casts_weights(denoiser: nn.Module) -> bool:
 def runs_as_made(module: nn.Module) -> bool:
     """Whether the forward of a module of diffusers or ComfyUI is its own, or one around it that passes for it: not one
     that somebody has written in its place."""
+    if isinstance(module, nn.ModuleList):
+        # It never runs itself.
+        return True
     return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("comfy", "diffusers", "tokenmerge")
 
 
