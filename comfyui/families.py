@@ -162,8 +162,8 @@ _BASIC = BlockKind(
     },
     keys_values("attn1"),
 )
-# Skip connections are joined along channels, of which there are none.
-_LAYER = BlockKind(replace(_X, nothing=(1, 0, 1, 1)))
+# Skip connections are joined to it, and torch.cat passes over tensors of this shape.
+_LAYER = BlockKind(replace(_X, nothing=(0,)))
 
 
 def _layers(unet: Any) -> list[tuple[str, nn.Module, int]]:

@@ -58,6 +58,8 @@ MERGE = (
     _setting(Merge, "stop", "float", 1.0, least=0.01),
     _setting(Merge, "seed", "int", 0, most=LARGEST_SEED, step=1),
 )
+# Of every node.
+SETTINGS = {"TokenMergeHold": HOLD, "TokenMergeMerge": MERGE}
 
 
 def hold_of(tolerance: float, every: int, start: float, stop: float, what: str) -> Hold:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io
 
 from .applying import denoiser_of, with_technique
 from .families import family_of
-from .fields import HOLD, MERGE, Setting, hold_of, merge_of
+from .fields import SETTINGS, Setting, hold_of, merge_of
 
 _CATEGORY = "model_patches/tokenmerge"
 
@@ -23,13 +22,13 @@ def _input(setting: Setting) -> Any:
     return kind.Input(setting.name, min=setting.least, max=setting.most, step=setting.step, **told)
 
 
-def _schema(node_id: str, name: str, description: str, settings: Sequence[Setting]) -> io.Schema:
+def _schema(node_id: str, name: str, description: str) -> io.Schema:
     return io.Schema(
         node_id=node_id,
         display_name=name,
         category=_CATEGORY,
         description=description,
-        inputs=[io.Model.Input("model", tooltip="the model to make faster"), *map(_input, settings)],
+        inputs=[io.Model.Input("model", tooltip="the model to make faster"), *map(_input, SETTINGS[node_id])],
         outputs=[io.Model.Output(tooltip="the model with this technique, and those of tokenmerge nodes before it")],
     )
 
@@ -41,7 +40,6 @@ class TokenMergeHold(io.ComfyNode):
             "TokenMergeHold",
             "Hold (tokenmerge)",
             "Runs fewer steps: between full steps blocks do not run, and their residual is extrapolated.",
-            HOLD,
         )
 
     @classmethod
@@ -56,7 +54,6 @@ class TokenMergeMerge(io.ComfyNode):
             "TokenMergeMerge",
             "Merge (tokenmerge)",
             "Runs steps on fewer tokens: tokens that are alike merge before a block and are spread out again after it.",
-            MERGE,
         )
 
     @classmethod

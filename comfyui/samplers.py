@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from comfy.model_patcher import create_model_options_clone
 from comfy.model_sampling import CONST
 from tokenmerge.runtime.levels import levels_of
-from tokenmerge.runtime.noise import depends_on_chance
+from tokenmerge.runtime.noise import depends_on_chance, drawn
 
 # What a sampler fails with that wants more than the trial gives it.
 _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _POST = "sampler_post_cfg_function"
+_SHIFT = 1e-2
 
 
 @dataclass(frozen=True)
@@ -70,26 +72,21 @@ def try_sampler(sampler: Any, guider: Any, sigmas: Tensor, extra: dict[str, Any]
     known = len(options.get(_POST, []))
     try:
         noisy = depends_on_chance(lambda: run(_Model(guider, known)))
-        plain, shifted = _Model(guider, known), _Model(guider, known, len(told) // 2, 1e-2)
-        gain = 1.0
-        if not noisy:
-            run(plain)
-            run(shifted)
-            gain = _gain(plain, shifted, len(told) // 2, 1e-2)
-        else:
-            run(plain)
+        plain, shifted = _Model(guider, known), _Model(guider, known, len(told) // 2, _SHIFT)
+        for each in (plain, shifted):
+            drawn(partial(run, each))
     except _UNFIT as error:
         logging.debug("tokenmerge: %s cannot be tried (%s)", sampler_name(sampler), error)
         return Trial(told[:-1].tolist())
-    return Trial(plain.sigmas, noisy, gain)
+    return Trial(plain.sigmas, noisy, 1.0 if noisy else _gain(plain, shifted, len(told) // 2))
 
 
-def _gain(plain: _Model, shifted: _Model, number: int, shift: float) -> float:
+def _gain(plain: _Model, shifted: _Model, number: int) -> float:
     """How much farther than Euler's method a solver goes with a change of the model's answer."""
     if number + 1 >= min(len(plain.given), len(shifted.given)) or not plain.sigmas[number]:
         return 1.0
     moved = float((shifted.given[number + 1] - plain.given[number + 1]).abs().max())
-    euler = abs(shift * (1.0 - plain.sigmas[number + 1] / plain.sigmas[number]))
+    euler = abs(_SHIFT * (1.0 - plain.sigmas[number + 1] / plain.sigmas[number]))
     return max(1.0, moved / euler) if euler else 1.0
 
 

@@ -37,11 +37,11 @@ def adds_noise(scheduler: Any) -> bool:
 
 def depends_on_chance(trail: Callable[[], Tensor]) -> bool:
     """Whether a run of steps leads elsewhere with other random numbers."""
-    first, second = (_drawn(trail, number) for number in (0, 1))
+    first, second = (drawn(trail, number) for number in (0, 1))
     return not torch.equal(first, second)
 
 
-def _drawn(trail: Callable[[], Tensor], number: int) -> Tensor:
+def drawn(trail: Callable[[], Tensor], number: int = 0) -> Tensor:
     """Where steps lead when every random number is the same."""
     # Seeds are the user's, and must not be touched.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet(), _Drawing(number):

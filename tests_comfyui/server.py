@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-NODES = TESTS.parent
+NODES = TESTS.parent / "comfyui"
 # Nodes by name: their class and inputs. A link is the other node's name, and the number of its output.
 Workflow = dict[str, tuple[str, dict[str, Any]]]
 

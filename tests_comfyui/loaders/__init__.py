@@ -227,6 +227,7 @@ class TestControlNet(io.ComfyNode):
             config = {name: value for name, value in _FLUX.items() if name not in ("image_model", "out_channels")}
             config |= {"out_channels": 6, "depth": 1, "depth_single_blocks": 1, "latent_input": False}
             network = comfy.ldm.flux.controlnet.ControlNetFlux(**config, operations=operations, dtype=torch.float32)
+            network.input_hint_block[-1] = operations.Conv2d(16, 6, 3, padding=1)
         else:
             config = {name: value for name, value in _UNET.items() if name not in ("out_channels", "image_model")}
             config["transformer_depth_output"] = None
