@@ -11,7 +11,8 @@ named, which may have been timed otherwise; where the paper's figures of the sam
 an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
 (which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
 on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over) and `drift` (how well Hold knows its drift).
+(what residuals run straightest over), `drift` (how well Hold knows its drift) and `comfyui` (the nodes beside ComfyUI's
+own cache).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import fronts
 import ops
 import serve
 
+import comfyui
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import preset
 from tokenmerge.tools import bench
@@ -287,6 +289,10 @@ def drift_table(names: list[str]) -> str:
     return markdown(["model", "pictures", *header], rows)
 
 
+def comfyui_table(names: list[str]) -> str:
+    return comfyui.table(read(names))
+
+
 KINDS = {
     "bench": bench_tables,
     "speed": speed_table,
@@ -305,6 +311,7 @@ KINDS = {
     "serve": serve_table,
     "coordinates": coordinates_table,
     "drift": drift_table,
+    "comfyui": comfyui_table,
 }
 
 

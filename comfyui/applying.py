@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from comfy.patcher_extension import WrappersMP
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.api import hosted, hosted_plan, way_out_of_noise
 from tokenmerge.config import Techniques

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
-
 from comfy.ldm.chroma.model import Chroma
 from comfy.ldm.flux.model import Flux
 from comfy.ldm.modules.attention import BasicTransformerBlock, SpatialTransformer, SpatialVideoTransformer
@@ -15,6 +13,8 @@ from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, UNetModel, Upsample
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
+from torch import Tensor, nn
+
 from tokenmerge import TokenMergeError
 from tokenmerge.families.base import Argument, Block, BlockKind, Component, Family, PerToken, Ports, keys_values
 from tokenmerge.families.calls import DenoiserCall, TokenGrid
@@ -169,8 +169,14 @@ _LAYER = BlockKind(replace(_X, nothing=(0,)))
 def _layers(unet: Any) -> list[tuple[str, nn.Module, int]]:
     """All layers after the first convolution, in the order they run, each with how often the latent was halved."""
     found, level = [], 0
-    for name, parts in (("input_blocks", unet.input_blocks), ("middle_block", None), ("output_blocks", unet.output_blocks)):
-        sequences = [(name, unet.middle_block)] if parts is None else [(f"{name}.{i}", each) for i, each in enumerate(parts)]
+    for name, parts in (
+        ("input_blocks", unet.input_blocks),
+        ("middle_block", None),
+        ("output_blocks", unet.output_blocks),
+    ):
+        sequences = (
+            [(name, unet.middle_block)] if parts is None else [(f"{name}.{i}", each) for i, each in enumerate(parts)]
+        )
         for path, sequence in sequences:
             for number, layer in enumerate(sequence if sequence is not None else ()):
                 found.append((f"{path}.{number}", layer, level))
@@ -264,10 +270,10 @@ _LOOPS = ("forward_orig", "forward_core_with_concat", "_forward")
 
 def family_of(denoiser: nn.Module) -> Family:
     """The table of a MODEL's denoiser; raises where there is none."""
+    video = any(isinstance(module, SpatialVideoTransformer) for module in denoiser.modules())
     for family in families():
-        if isinstance(denoiser, family.denoiser) and _runs_alike(type(denoiser), family.denoiser):
-            if not any(isinstance(module, SpatialVideoTransformer) for module in denoiser.modules()):
-                return family
+        if isinstance(denoiser, family.denoiser) and _runs_alike(type(denoiser), family.denoiser) and not video:
+            return family
     known = ", ".join(family.title for family in families())
     raise TokenMergeError(
         f"this MODEL is a {type(denoiser).__name__}, for which tokenmerge has no table in ComfyUI; it has tables for "

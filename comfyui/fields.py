@@ -51,7 +51,7 @@ MERGE = (
         "preset",
         "combo",
         AUTO,
-        "how tokens merge: a method with its settings, by the name of a preset; auto takes the one that suits the model",
+        "how tokens merge: a method with its settings, by name; auto takes the preset that suits the model",
         options=(AUTO, *merge_presets()),
     ),
     _setting(Merge, "start", "float", 0.0, most=0.99),

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from comfy.model_patcher import create_model_options_clone
 from comfy.model_sampling import CONST
+from torch import Tensor
+
 from tokenmerge.runtime.levels import levels_of
 from tokenmerge.runtime.noise import depends_on_chance, drawn
 

@@ -60,7 +60,9 @@ def test_a_trial_sees_noise_and_every_evaluation(name: str, flow: bool) -> None:
         assert tried.sigmas == pytest.approx(sigmas[:-1].tolist())
 
 
-@pytest.mark.parametrize(("name", "count", "gain"), [("euler", STEPS, False), ("dpmpp_2m", STEPS, True), ("heun", 2 * STEPS - 1, None)])
+@pytest.mark.parametrize(
+    ("name", "count", "gain"), [("euler", STEPS, False), ("dpmpp_2m", STEPS, True), ("heun", 2 * STEPS - 1, None)]
+)
 def test_what_a_trial_tells(name: str, count: int, gain: bool | None) -> None:
     _, tried = trial(name, True)
     assert len(tried.sigmas) == count

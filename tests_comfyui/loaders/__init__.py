@@ -6,12 +6,6 @@ import logging
 import time
 from typing import Any
 
-import torch
-import transformers
-from comfy_api.latest import ComfyExtension, io
-from tokenmerge_models import models
-from torch import Tensor, nn
-
 import comfy.cldm.cldm
 import comfy.controlnet
 import comfy.latent_formats
@@ -24,6 +18,12 @@ import comfy.patcher_extension
 import comfy.samplers
 import comfy.supported_models
 import comfy.utils
+import torch
+import transformers
+from comfy_api.latest import ComfyExtension, io
+from torch import Tensor, nn
+
+from tokenmerge_models import models
 
 _OUTPUTS = [io.Model.Output(), io.Conditioning.Output(), io.Conditioning.Output(), io.Latent.Output()]
 
@@ -193,11 +193,12 @@ class TestClock(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        inputs = [io.Model.Input("model")]
+        # Another run is not taken from the cache.
+        inputs = [io.Model.Input("model"), io.Int.Input("run", default=0)]
         return io.Schema(node_id="TestClock", category="test", inputs=inputs, outputs=[io.Model.Output()])
 
     @classmethod
-    def execute(cls, model: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, run: int) -> io.NodeOutput:
         def sample(executor: Any, *args: Any, **more: Any) -> Any:
             wall, busy = time.perf_counter(), time.process_time()
             samples = executor(*args, **more)

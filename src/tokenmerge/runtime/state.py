@@ -107,7 +107,8 @@ class State(Uncopied):
         self._begun = -1  # the last image whose first call could be entered
         self._anyway: int | None = None
         self._held_from: int | None = None  # if this step is held: the number of the kept step that it follows
-        self._kinds: dict[int, str] = {}  # what each call of a step last kept: its kind
+        self._kinds: dict[Hashable, str] = {}  # what each part of a step's calls last kept: its kind
+        self._parts: list[Hashable] = []  # of the call that entered last
         self._came: Counter[Hashable] = Counter()  # the conditions of this step
 
     def enter(self, call: DenoiserCall) -> None:
@@ -125,6 +126,7 @@ class State(Uncopied):
             for technique in (self.merging, self.holding):
                 if technique is not None:
                     technique.begin_image()
+        self._parts = [part for part, _ in call.parts(clock.call)]
         self.step = self._decide(call)
         if self.merging is not None:
             self.merging.enter(call, self.step, waits=self.follower.waits)
@@ -163,12 +165,12 @@ class State(Uncopied):
         if self.follower.clock.call == 0:
             self.steps[self._did] += 1
         if self.holding is not None:
-            turn = self.follower.clock.call
+            kind = self.step.kind
             # No slope is taken across a changed map, nor across the edge of merging's window.
-            changed = self.merging is not None and self.step.kind == MERGED and self.merging.renewed
-            restart = changed or self._kinds.get(turn) != self.step.kind
+            changed = self.merging is not None and kind == MERGED and self.merging.renewed
+            restart = changed or any(self._kinds.get(part, kind) != kind for part in self._parts)
             if self.step.keeps:
-                self._kinds[turn] = self.step.kind
+                self._kinds.update(dict.fromkeys(self._parts, kind))
             self.holding.leave(restart=restart)
         if self.merging is not None:
             self.merging.leave()

@@ -1,0 +1,142 @@
+"""The ComfyUI nodes as far as no server is needed (make test-comfyui runs them in one)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import tokenmerge
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.config import Techniques
+
+PACKAGE = Path(__file__).parents[2] / "comfyui"
+WORKFLOWS = sorted((PACKAGE / "example_workflows").glob("*.json"))
+# Of ComfyUI itself: names of inputs that are links, and how many widgets the page shows.
+STOCK = {
+    "CheckpointLoaderSimple": ((), 1),
+    "CLIPTextEncode": (("clip",), 1),
+    "EmptyLatentImage": ((), 3),
+    "EmptySD3LatentImage": ((), 3),
+    "FluxGuidance": (("conditioning",), 1),
+    # With what becomes of the seed.
+    "KSampler": (("model", "positive", "negative", "latent_image"), 7),
+    "Note": ((), 1),
+    "SaveImage": (("images",), 1),
+    "VAEDecode": (("samples", "vae"), 0),
+}
+
+
+def _loaded() -> ModuleType:
+    """The one module that imports nothing of ComfyUI."""
+    spec = importlib.util.spec_from_file_location("comfyui_fields", PACKAGE / "fields.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fields = _loaded()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_metadata_is_what_the_registry_wants() -> None:
+    import tomllib
+
+    told = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
+    project, comfy = told["project"], told["tool"]["comfy"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]{2,99}", project["name"])
+    assert "comfyui" not in project["name"]
+    assert project["version"] == tokenmerge.__version__
+    assert project["license"] == {"text": "Apache-2.0"}
+    assert comfy["PublisherId"]
+    assert comfy["DisplayName"]
+    assert "Icon" in comfy
+    # A torch that is there is never replaced: the library's lower bound is the only one.
+    required = (PACKAGE / "requirements.txt").read_text(encoding="utf-8").split()
+    assert required == project["dependencies"] == [f"tokenmerge>={tokenmerge.__version__}"]
+
+
+def test_nothing_is_imported_but_torch_comfyui_and_the_library() -> None:
+    allowed = {"comfy", "comfy_api", "tokenmerge", "torch", *sys.stdlib_module_names}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert {name.split(".")[0] for name in names} <= allowed, path
+            # Refused by the registry.
+            assert not (isinstance(node, ast.Name) and node.id in ("eval", "exec")), path
+
+
+@pytest.mark.parametrize(("node", "technique"), [("TokenMergeHold", Hold), ("TokenMergeMerge", Merge)])
+def test_widgets_are_fields_in_their_own_words(node: str, technique: Any) -> None:
+    docs = technique.field_docs()
+    page = (PACKAGE / "web" / "docs" / f"{node}.md").read_text(encoding="utf-8")
+    for setting in fields.SETTINGS[node]:
+        assert f"`{setting.name}`" in page
+        if setting.name in docs:
+            assert setting.tooltip.startswith(docs[setting.name])
+        assert setting.default in setting.options if setting.options else setting.least <= setting.default
+
+
+def test_every_node_has_a_page() -> None:
+    pages = {path.stem for path in (PACKAGE / "web" / "docs").glob("*.md")}
+    named = set(re.findall(r'"(TokenMerge\w+)"', (PACKAGE / "nodes.py").read_text(encoding="utf-8")))
+    assert pages == named == fields.SETTINGS.keys()
+
+
+def test_there_are_example_workflows() -> None:
+    types = {node["type"] for path in WORKFLOWS for node in json.loads(path.read_text())["nodes"]}
+    assert fields.SETTINGS.keys() <= types
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_name_nodes_and_inputs_that_exist(path: Path) -> None:
+    workflow = json.loads(path.read_text(encoding="utf-8"))
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for node in nodes.values():
+        settings = fields.SETTINGS.get(node["type"])
+        linked, widgets = STOCK[node["type"]] if settings is None else (("model",), len(settings))
+        assert tuple(each["name"] for each in node["inputs"]) == linked
+        assert len(node["widgets_values"]) == widgets
+        for setting, value in zip(settings or (), node["widgets_values"], strict=bool(settings)):
+            assert type(value) is type(setting.default)
+            assert value in setting.options if setting.options else setting.least <= value <= setting.most
+    for number, source, output, target, place, kind in workflow["links"]:
+        given, taken = nodes[source]["outputs"][output], nodes[target]["inputs"][place]
+        assert number in given["links"]
+        assert taken["link"] == number
+        assert given["type"] == taken["type"] == kind
+    # Nothing is left open.
+    assert all(each["link"] for node in nodes.values() for each in node["inputs"])
+
+
+def test_widgets_of_hold() -> None:
+    usual = {setting.name: setting.default for setting in fields.HOLD}
+    assert fields.hold_of(**usual) == Hold()
+    assert fields.hold_of(**{**usual, "every": 3}) == Hold(every=3)
+    assert fields.hold_of(**{**usual, "start": 0.3, "what": "blocks"}) == Hold(start=0.3, what="blocks")
+    with pytest.raises(TokenMergeError, match="0 <= start < stop"):
+        fields.hold_of(**{**usual, "start": 0.9, "stop": 0.5})
+
+
+@pytest.mark.parametrize("preset", ["auto", "toma", "tomesd", "pool"])
+def test_widgets_of_merge(preset: str) -> None:
+    usual = {setting.name: setting.default for setting in fields.MERGE}
+    wanted = tokenmerge.presets()["dit" if preset == "auto" else preset]
+    assert fields.merge_of(**{**usual, "preset": preset}, usual="dit") == wanted.replace(ratio=0.5)
+
+
+def test_nodes_in_a_row() -> None:
+    both = fields.joined(fields.joined(Techniques(), Merge()), Hold())
+    assert both == Techniques(Merge(), Hold())
+    assert fields.joined(both, Hold(every=3)) == Techniques(Merge(), Hold(every=3))
