@@ -35,8 +35,8 @@ from .runtime.installing import Installation
 from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
-from .runtime.scheduler import SchedulerFollower, scheduler_source
-from .runtime.state import APPLIED, Follower, State
+from .runtime.scheduler import Follower, scheduler_source
+from .runtime.state import APPLIED, Host, State
 from .runtime.timeline import Timeline
 
 Model = TypeVar("Model")
@@ -350,7 +350,7 @@ def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any
     acts = bool(plan_.merged_sites or plan_.runs)
     # Reads the scheduler, which may be anybody's, before anything is touched.
     way_out = way_out_of_noise(denoiser, family, plan_)
-    follower = SchedulerFollower(_timeline(plan_), scheduler_of if acts else lambda: None, way_out)
+    follower = Follower(_timeline(plan_), scheduler_of if acts else lambda: None, way_out)
     before = _known(denoiser)
     _remove(denoiser)
     try:
@@ -362,7 +362,7 @@ def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any
 
 
 @contextmanager
-def hosted(denoiser: nn.Module, family: Family, plan_: Plan, follower: Follower) -> Iterator[Callable[[], Summary]]:
+def hosted(denoiser: nn.Module, family: Family, plan_: Plan, follower: Host) -> Iterator[Callable[[], Summary]]:
     """A plan on a denoiser for one picture of a host that is not diffusers; afterwards it is exactly as before. Gives a
     function that tells what has been done.
 
@@ -375,9 +375,7 @@ def hosted(denoiser: nn.Module, family: Family, plan_: Plan, follower: Follower)
         _remove(denoiser)
 
 
-def _attach(
-    denoiser: nn.Module, family: Family, plan_: Plan, follower: Follower, scheduler_of: Callable[[], Any]
-) -> None:
+def _attach(denoiser: nn.Module, family: Family, plan_: Plan, follower: Host, scheduler_of: Callable[[], Any]) -> None:
     """Put a plan on a denoiser that has none; if that fails, it is as it was."""
     merge = plan_.techniques.merge if plan_.merged_sites else None
     merging = Merging(merge, follower.clock) if merge is not None else None

@@ -22,7 +22,7 @@ from .timeline import Timeline
 _NOISE_ARGUMENTS = ("eta", "s_churn")
 
 
-class SchedulerFollower:
+class Follower:
     """Keeps the clock of one `apply`, from what its scheduler and its denoiser are told."""
 
     def __init__(self, timeline: Timeline, scheduler: Callable[[], Any], way_out_of_noise: str = "") -> None:

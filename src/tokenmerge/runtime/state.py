@@ -19,8 +19,8 @@ from .timeline import FULL, HELD, MERGED, Kept, Step, Timeline
 APPLIED = "_tokenmerge"
 
 
-class Follower(Protocol):
-    """What the state asks of whoever follows the denoising loop."""
+class Host(Protocol):
+    """What the state asks of whoever knows where the denoising loop stands."""
 
     clock: Clock
 
@@ -94,7 +94,7 @@ class State(Uncopied):
     """Everything one `apply` remembers. Techniques know nothing of each other; the state tells each what to do."""
 
     def __init__(
-        self, timeline: Timeline, follower: Follower, merging: Merging | None = None, holding: Holding | None = None
+        self, timeline: Timeline, follower: Host, merging: Merging | None = None, holding: Holding | None = None
     ) -> None:
         self.timeline = timeline
         self.follower = follower
