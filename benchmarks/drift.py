@@ -3,9 +3,9 @@
     python benchmarks/drift.py --out benchmarks/results/drift.jsonl
     python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # the line, and how good it is
 
-Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what the
-errors of full steps add up to (`estimate`) and the true PSNR. The line through them is fitted on one model and tried on
-the other: `rank` is Spearman's correlation over all pictures, `within` its median within settings, `off` the median
+Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what full
+steps showed and the true PSNR. `--fit` adds the errors up as the library does. The level of one model is then tried on
+the other: `rank` is Spearman's correlation over all pictures, `within` its values within settings, `off` the median
 error in dB.
 """
 
@@ -26,6 +26,8 @@ import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold
 from tokenmerge.families import denoiser_of
+from tokenmerge.holding.errors import Measured
+from tokenmerge.runtime.levels import error_gain, noise_levels
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.measure import environment
@@ -85,11 +87,21 @@ def measure(model: str, count: int) -> Any:
             tokenmerge.apply(pipe, hold)
             error = float(((draw(prompt, seed, steps) - plain[steps, other, seed]) ** 2).mean())
             holding = vars(denoiser_of(pipe))[APPLIED].holding
-            kinds = tokenmerge.summary(pipe).steps
             record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
             psnr = 10 * math.log10(255**2 / max(error, 1e-3))
-            yield {**record, "prompt": prompt, "kinds": kinds, "estimate": holding.drift, "psnr": round(psnr, 3)}
+            record |= {"prompt": prompt, "kinds": tokenmerge.summary(pipe).steps, "psnr": round(psnr, 3)}
+            levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
+            known = {"levels": levels, "gain": error_gain(pipe.scheduler)}
+            yield {**record, **known, "seen": list(map(seen, holding.errors.measured))}
         tokenmerge.remove(pipe)
+
+
+def seen(measured: Measured) -> list[float]:
+    """A full step, the two before it, and the error of each call."""
+    before, last = measured.kept.before, measured.kept.last
+    assert before is not None
+    errors = [float(f"{call.value:.5g}") for call in measured.calls]
+    return [measured.now.number, last.number, before.number, *errors]
 
 
 def other_solver(model: str, own: Any) -> Any:
