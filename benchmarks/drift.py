@@ -1,6 +1,6 @@
 """Measures how well Hold's own errors tell how far a picture is from the plain one.
 
-    python benchmarks/drift.py --out benchmarks/results/drift.jsonl
+    python benchmarks/drift.py --out benchmarks/results/drift.jsonl   # goes on where it was broken off
     python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # the line, and how good it is
 
 Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what full
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,43 +59,53 @@ def main() -> None:
         parser.error("give --out or --fit")
     torch.set_num_threads(1)
     known = environment(torch.device("cpu"))
-    with options.out.open("w") as file:
-        for model in options.models:
-            for record in measure(model, options.prompts):
-                file.write(json.dumps({**record, "environment": known}) + "\n")
+    text = options.out.read_text() if options.out.exists() else ""
+    done = {(each["model"], each["prompt"]) for each in map(json.loads, text.splitlines())}
+    draws = {model: drawer(model) for model in options.models}
+    every = read_prompts()
+    with options.out.open("a") as file:
+        for seed, prompt in enumerate(every[:: max(1, len(every) // options.prompts)][: options.prompts]):
+            for model, (pipe, draw) in draws.items():
+                if (model, prompt) in done:
+                    continue
+                records = measure(model, pipe, partial(draw, prompt, seed))
+                lines = [json.dumps({**record, "prompt": prompt, "environment": known}) for record in records]
+                file.write("".join(f"{line}\n" for line in lines))
                 file.flush()
 
 
-def measure(model: str, count: int) -> Any:
+def drawer(model: str) -> tuple[Any, Callable[[str, int, int], np.ndarray]]:
+    """A bundled model, and what draws with it."""
     folder = tokenmerge_models.models()[model]
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     call = json.loads((folder / "tokenmerge.json").read_text())["call"]
-    own, plain = pipe.scheduler, {}
 
     def draw(prompt: str, seed: int, steps: int) -> np.ndarray:
         generator = torch.Generator().manual_seed(seed)
         size = {"num_inference_steps": steps, "height": SIDE, "width": SIDE}
         return 255 * pipe(prompt, generator=generator, output_type="np", **size, **call).images[0]
 
-    every = read_prompts()
-    prompts = every[:: max(1, len(every) // count)][:count]
+    return pipe, draw
+
+
+def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[dict[str, Any]]:
+    """One prompt under every setting."""
+    own, plain, records = pipe.scheduler, {}, []
     for number, (steps, other, hold) in enumerate(SETTINGS):
         pipe.scheduler = other_solver(model, own) if other else own
-        for seed, prompt in enumerate(prompts):
-            if (steps, other, seed) not in plain:
-                tokenmerge.remove(pipe)
-                plain[steps, other, seed] = draw(prompt, seed, steps)
-            tokenmerge.apply(pipe, hold)
-            error = float(((draw(prompt, seed, steps) - plain[steps, other, seed]) ** 2).mean())
-            holding = vars(denoiser_of(pipe))[APPLIED].holding
-            record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
-            psnr = 10 * math.log10(255**2 / max(error, 1e-3))
-            record |= {"prompt": prompt, "kinds": tokenmerge.summary(pipe).steps, "psnr": round(psnr, 3)}
-            levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
-            known = {"levels": levels, "gain": error_gain(pipe.scheduler)}
-            yield {**record, **known, "seen": list(map(seen, holding.errors.measured))}
-        tokenmerge.remove(pipe)
+        if (steps, other) not in plain:
+            plain[steps, other] = draw(steps)
+        with tokenmerge.applied(pipe, hold):
+            error = float(((draw(steps) - plain[steps, other]) ** 2).mean())
+            holding, kinds = vars(denoiser_of(pipe))[APPLIED].holding, tokenmerge.summary(pipe).steps
+        record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
+        levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
+        record |= {"levels": levels, "gain": error_gain(pipe.scheduler)}
+        psnr = round(10 * math.log10(255**2 / max(error, 1e-3)), 3)
+        records.append({**record, "kinds": kinds, "seen": list(map(seen, holding.errors.measured)), "psnr": psnr})
+    pipe.scheduler = own
+    return records
 
 
 def seen(measured: Measured) -> list[float]:
