@@ -28,9 +28,11 @@ import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold
 from tokenmerge.families import denoiser_of
-from tokenmerge.holding.errors import Measured
-from tokenmerge.runtime.levels import error_gain, noise_levels
+from tokenmerge.holding.errors import Errors, Measured, Reading
+from tokenmerge.planning import Drift
+from tokenmerge.runtime.levels import error_gain, noise_levels, place_at
 from tokenmerge.runtime.state import APPLIED
+from tokenmerge.runtime.timeline import Kept
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.measure import environment
 
@@ -125,35 +127,40 @@ def other_solver(model: str, own: Any) -> Any:
 def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     """A level for each model, and how well that of the other one does."""
     told = {}
-    by_model: dict[str, list[dict[str, Any]]] = {}
+    by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
-        if record["estimate"]:
-            by_model.setdefault(record["model"], []).append(record)
-    levels = {model: float(np.median([_level(each) for each in rows])) for model, rows in by_model.items()}
+        if drift := estimate(record):
+            guess = Drift.of(drift, "").psnr
+            by_model.setdefault(record["model"], []).append((record["setting"], guess, record["psnr"]))
+    levels = {model: float(np.median([psnr - guess for _, guess, psnr in rows])) for model, rows in by_model.items()}
     for model, rows in by_model.items():
         other = next((level for name, level in levels.items() if name != model), levels[model])
-        off = [abs(_level(each) - other) for each in rows]
-        ranks = [_rank(rows)]
-        for setting in sorted({each["setting"] for each in rows}):
-            ranks.append(_rank([each for each in rows if each["setting"] == setting]))
+        off = [abs(psnr - guess - other) for _, guess, psnr in rows]
+        within = [[row for row in rows if row[0] == setting] for setting in sorted({row[0] for row in rows})]
         told[model] = {
             "pictures": len(rows),
             "level": round(levels[model], 2),
-            "rank": round(ranks[0], 3),
-            "within": [round(rank, 2) for rank in ranks[1:]],
+            "rank": round(_rank(rows), 3),
+            "within": [round(_rank(each), 2) for each in within],
             "off": round(float(np.median(off)), 2),
+            "off_68": round(float(np.quantile(off, 0.68)), 2),
             "off_90": round(float(np.quantile(off, 0.9)), 2),
         }
     return told
 
 
-def _level(record: dict[str, Any]) -> float:
-    """The PSNR that an estimate of 1 would have."""
-    return record["psnr"] + 20 * math.log10(record["estimate"])
+def estimate(record: dict[str, Any]) -> float | None:
+    """What the errors of a picture add up to."""
+    place = partial(place_at, total=record["steps"], levels=record["levels"], gain=record["gain"])
+    errors = Errors()
+    for now, last, before, *calls in record["seen"]:
+        kept = Kept(place(last), place(before))
+        errors.measured.append(Measured(place(now), kept, [Reading(torch.tensor(error)) for error in calls]))
+    return errors.drift(place)
 
 
-def _rank(rows: list[dict[str, Any]]) -> float:
-    return float(spearmanr([-each["estimate"] for each in rows], [each["psnr"] for each in rows]).statistic)
+def _rank(rows: list[tuple[int, float, float]]) -> float:
+    return float(spearmanr([guess for _, guess, _ in rows], [psnr for _, _, psnr in rows]).statistic)
 
 
 if __name__ == "__main__":

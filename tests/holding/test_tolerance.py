@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold, Merge
 from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.holding.errors import Errors, Measured, Reading
+from tokenmerge.runtime.levels import place_at
 from tokenmerge.runtime.state import APPLIED
+from tokenmerge.runtime.timeline import Kept
 
 KINDS = ("sdxl", "sd3", "flux")
 
@@ -86,6 +90,21 @@ def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
     expected = last + slope * (measured.now.at - kept.last.at)
     by_sample = ((now - expected).flatten(1).norm(dim=1) / now.flatten(1).norm(dim=1)).max().item()
     assert measured.error == pytest.approx(by_sample, rel=1e-4)
+
+
+def test_drift_is_what_held_steps_were_off_by() -> None:
+    """By hand: errors grow with the distances from the two full steps before."""
+    levels = [9.0, 4.0, 1.0, 0.25, 0.01]
+    place, errors = partial(place_at, total=5, levels=levels), Errors()
+    # Roots of the levels are 3, 2, 1, 0.5 and 0.1: a line through steps 0 and 1, an error at step 4.
+    measured = Measured(place(4), Kept(place(1), place(0)), [Reading(torch.tensor(error)) for error in (0.1, 0.3)])
+    errors.measured.append(measured)
+    at_the_full_step, shares = 1.9 * 2.9, (1 * 2, 1.5 * 2.5)
+    moves = [math.log(5 / 1.25) / 2, math.log(2 / 1.01) / 2]
+    expected = sum(0.3 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
+    assert errors.drift(place) == pytest.approx(expected)
+    errors.measured.append(Measured(place(4), Kept(place(3), place(2)), [Reading(torch.tensor(0.3))]))
+    assert errors.drift(place) == pytest.approx(expected), "nothing was held there"
 
 
 def test_all_calls_of_a_step_do_the_same() -> None:
@@ -202,6 +221,24 @@ def test_a_summary_tells_how_far_a_picture_drifted(pipe: Any) -> None:
     estimates = [estimate for estimate, _ in found]
     assert estimates == sorted(estimates, reverse=True)
     assert all(abs(estimate - true) < 10 for estimate, true in found), found
+
+
+def test_a_callback_reads_how_far_a_picture_has_drifted_so_far() -> None:
+    pipe, told = tokenmerge.apply(tiny.build("sdxl"), Hold(every=3, start=0.0)), []
+
+    def read(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        told.append(tokenmerge.summary(pipe).drift)
+        return {}
+
+    picture, kinds = steps_of(pipe, steps=12, callback_on_step_end=read)
+    first = kinds.index("held")
+    assert told[first] is None, "the next full step shows it"
+    known = [drift.psnr for drift in told[first:] if drift is not None]
+    assert len(set(known)) >= 2
+    assert known == sorted(known, reverse=True), "it only grows"
+    assert tokenmerge.summary(pipe).drift == told[-1]
+    unread, _ = steps_of(pipe, steps=12)
+    assert torch.equal(picture, unread)
 
 
 def test_a_drift_that_was_never_compared_says_so() -> None:

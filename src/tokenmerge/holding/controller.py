@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,13 +154,8 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted, by the errors of its kept steps; None where nothing was held. Between
-        kept steps errors add up; those of different ones have nothing in common."""
-        drifts = []
-        for each in self.errors.measured:
-            held = range(each.kept.last.number + 1, each.now.number)
-            drifts.append(each.drift([self._clock.place(number - self._clock.begin) for number in held]))
-        return math.hypot(*drifts) or None
+        """How far the last image has drifted, or this one so far, by the errors of its kept steps."""
+        return self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
 
     @property
     def nbytes(self) -> int:

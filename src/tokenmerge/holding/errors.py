@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ class Measured:
 
     now: Place
     kept: Kept
-    calls: list[_Reading] = field(default_factory=list)
+    calls: list[Reading] = field(default_factory=list)
 
     @property
     def error(self) -> float:
@@ -32,12 +32,10 @@ class Measured:
     def bend(self) -> float | None:
         return bend_of(self.error, self.now, self.kept)
 
-    def drift(self, held: Sequence[Place]) -> float:
-        """How far the picture drifted in the steps that were held since the last kept one."""
-        if not held or self.bend is None:
-            return 0.0
-        *before, last = held
-        return self.kept._replace(bend=self.bend, held=tuple(before)).drift_to(last) or 0.0
+    def drift(self, held: Iterable[Place]) -> float:
+        """How far the finished picture drifts by the steps that were held since the last kept one."""
+        reach = self.kept.reach(self.now)
+        return self.error * sum(self.kept.reach(place) * place.moves for place in held) / reach if reach else 0.0
 
 
 class Errors:
@@ -55,7 +53,7 @@ class Errors:
         if not self.measured or self.measured[-1].now.number != now.number:
             self.measured.append(Measured(now, kept))
         off, length = torch.stack([residual.squares for residual in residuals]).sum(0)
-        self.measured[-1].calls.append(_Reading((off / length).max().sqrt()))
+        self.measured[-1].calls.append(Reading((off / length).max().sqrt()))
 
     def bend(self, before: int) -> float | None:
         """What the last error before a step told of how much residuals bend; None if there was none."""
@@ -64,13 +62,19 @@ class Errors:
             return self.assumed
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
+    def drift(self, place: Callable[[int], Place]) -> float | None:
+        """How far the picture drifts by all that was held; None where nothing was. Between kept steps errors add up;
+        those of different ones have little in common. place: of a step, by its number."""
+        drifts = [each.drift(map(place, range(each.kept.last.number + 1, each.now.number))) for each in self.measured]
+        return math.hypot(*drifts) or None
+
     @property
     def nonsense(self) -> int:
         """How many errors were not finite."""
         return sum(not math.isfinite(each.error) for each in self.measured)
 
 
-class _Reading:
+class Reading:
     """A number on its way from the device."""
 
     def __init__(self, number: Tensor) -> None:

@@ -23,7 +23,8 @@ class Place(NamedTuple):
     at: float  # what residuals are extrapolated in; it rises along a picture
     share: float | None = None  # of steps that lie behind, if it is known how many there are
     cleared: float | None = None  # the same of noise
-    weight: float = 1.0 / _USUAL_STEPS  # how far the step moves the picture
+    weight: float = 1.0 / _USUAL_STEPS  # how far the step moves the picture, which Hold decides by
+    moves: float = 1.0 / _USUAL_STEPS  # how far an error of it moves the finished picture, which drift is told by
     bends: float = 1.0  # how much residuals bend here, as a rule
     last: bool = False
 
@@ -40,15 +41,23 @@ def place_at(number: int, total: int | None, levels: Sequence[float], gain: floa
         return Place(number, _USUAL_DISTANCE * number, share, share, last=last)
     before, now, after = (_way(levels, max(0, each)) for each in (number - 1, number, number + 1))
     # Between its neighbours: solvers of second order have every level twice, and move once for both.
-    weight = gain * abs(before - after) / (2 if number else 1)
+    span = 2 if number else 1
+    weight = gain * abs(before - after) / span
+    # What errors of solvers of second order add in one step they take back in the next.
+    moves = abs(_pull(levels, max(0, number - 1)) - _pull(levels, number + 1)) / span
     cleared = 1.0 - min(now / _way([_SHOWS], 0), 1.0)
     root = math.sqrt(levels[number])
-    return Place(number, -root, share, cleared, weight, 1.0 / root, last)
+    return Place(number, -root, share, cleared, weight, moves, 1.0 / root, last)
 
 
 def _way(levels: Sequence[float], number: int) -> float:
     """How far the picture at a step still has to go: by its noise in the end, by less while there is much of it."""
     return math.sqrt(1.0 + min(levels[number], _ALONE)) - 1.0 if number < len(levels) else 0.0
+
+
+def _pull(levels: Sequence[float], number: int) -> float:
+    """What a flow's output moves the finished picture by, in all from a step on: by d / (1 + noise) for each d of noise."""
+    return math.log1p(levels[number]) if number < len(levels) else 0.0
 
 
 def even_levels(total: int) -> list[float]:
