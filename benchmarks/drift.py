@@ -30,7 +30,7 @@ from tokenmerge import Hold
 from tokenmerge.families import denoiser_of
 from tokenmerge.holding.errors import Errors, Measured, Reading
 from tokenmerge.planning import Drift
-from tokenmerge.runtime.levels import error_gain, noise_levels, place_at
+from tokenmerge.runtime.levels import error_gain, noise_levels, output_length, place_at
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.runtime.timeline import Kept
 from tokenmerge.tools.evaluation.prompts import read_prompts
@@ -103,7 +103,7 @@ def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[di
             holding, kinds = vars(denoiser_of(pipe))[APPLIED].holding, tokenmerge.summary(pipe).steps
         record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
         levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
-        record |= {"levels": levels, "gain": error_gain(pipe.scheduler)}
+        record |= {"levels": levels, "gain": error_gain(pipe.scheduler), "length": output_length(pipe.scheduler)}
         psnr = round(10 * math.log10(255**2 / max(error, 1e-3)), 3)
         records.append({**record, "kinds": kinds, "seen": list(map(seen, holding.errors.measured)), "psnr": psnr})
     pipe.scheduler = own
@@ -156,7 +156,8 @@ def estimate(record: dict[str, Any]) -> float | None:
     for now, last, before, *calls in record["seen"]:
         kept = Kept(place(last), place(before))
         errors.measured.append(Measured(place(now), kept, [Reading(torch.tensor(error)) for error in calls]))
-    return errors.drift(place)
+    drift = errors.drift(place)
+    return None if drift is None else drift * record["length"]
 
 
 def _rank(rows: list[tuple[int, float, float]]) -> float:

@@ -154,8 +154,10 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted, or this one so far, by the errors of its kept steps."""
-        return self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
+        """How far the last image has drifted, or this one so far, by the errors of its kept steps; None where nothing
+        was held."""
+        drift = self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
+        return None if drift is None else drift * self._clock.length
 
     @property
     def nbytes(self) -> int:

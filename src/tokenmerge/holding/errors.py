@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,10 +32,12 @@ class Measured:
     def bend(self) -> float | None:
         return bend_of(self.error, self.now, self.kept)
 
-    def drift(self, held: Iterable[Place]) -> float:
-        """How far the finished picture drifts by the steps that were held since the last kept one."""
-        reach = self.kept.reach(self.now)
-        return self.error * sum(self.kept.reach(place) * place.moves for place in held) / reach if reach else 0.0
+    def drift(self, held: Sequence[Place]) -> float:
+        """How far the picture drifted in the steps that were held since the last kept one."""
+        if not held or self.bend is None:
+            return 0.0
+        *before, last = held
+        return self.kept._replace(bend=self.bend, held=tuple(before)).drift_to(last) or 0.0
 
 
 class Errors:
@@ -63,9 +65,12 @@ class Errors:
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
     def drift(self, place: Callable[[int], Place]) -> float | None:
-        """How far the picture drifts by all that was held; None where nothing was. Between kept steps errors add up;
-        those of different ones have little in common. place: of a step, by its number."""
-        drifts = [each.drift(map(place, range(each.kept.last.number + 1, each.now.number))) for each in self.measured]
+        """How far the picture drifted in all, relative to what the model gives out; None where nothing was held. Between
+        kept steps errors add up; those of different ones have nothing in common. place: of a step, by its number."""
+        drifts = []
+        for each in self.measured:
+            held = range(each.kept.last.number + 1, each.now.number)
+            drifts.append(each.drift([place(number) for number in held]))
         return math.hypot(*drifts) or None
 
     @property

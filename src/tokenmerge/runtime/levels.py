@@ -23,8 +23,7 @@ class Place(NamedTuple):
     at: float  # what residuals are extrapolated in; it rises along a picture
     share: float | None = None  # of steps that lie behind, if it is known how many there are
     cleared: float | None = None  # the same of noise
-    weight: float = 1.0 / _USUAL_STEPS  # how far the step moves the picture, which Hold decides by
-    moves: float = 1.0 / _USUAL_STEPS  # how far an error of it moves the finished picture, which drift is told by
+    weight: float = 1.0 / _USUAL_STEPS  # how far the step moves the picture
     bends: float = 1.0  # how much residuals bend here, as a rule
     last: bool = False
 
@@ -41,23 +40,15 @@ def place_at(number: int, total: int | None, levels: Sequence[float], gain: floa
         return Place(number, _USUAL_DISTANCE * number, share, share, last=last)
     before, now, after = (_way(levels, max(0, each)) for each in (number - 1, number, number + 1))
     # Between its neighbours: solvers of second order have every level twice, and move once for both.
-    span = 2 if number else 1
-    weight = gain * abs(before - after) / span
-    # What errors of solvers of second order add in one step they take back in the next.
-    moves = abs(_pull(levels, max(0, number - 1)) - _pull(levels, number + 1)) / span
+    weight = gain * abs(before - after) / (2 if number else 1)
     cleared = 1.0 - min(now / _way([_SHOWS], 0), 1.0)
     root = math.sqrt(levels[number])
-    return Place(number, -root, share, cleared, weight, moves, 1.0 / root, last)
+    return Place(number, -root, share, cleared, weight, 1.0 / root, last)
 
 
 def _way(levels: Sequence[float], number: int) -> float:
     """How far the picture at a step still has to go: by its noise in the end, by less while there is much of it."""
     return math.sqrt(1.0 + min(levels[number], _ALONE)) - 1.0 if number < len(levels) else 0.0
-
-
-def _pull(levels: Sequence[float], number: int) -> float:
-    """What a flow's output moves the finished picture by, in all from a step on: by d / (1 + noise) for each d of noise."""
-    return math.log1p(levels[number]) if number < len(levels) else 0.0
 
 
 def even_levels(total: int) -> list[float]:
@@ -83,6 +74,13 @@ def error_gain(scheduler: Any) -> float:
     return 1.5 if (getattr(scheduler, "config", None) or {}).get("solver_order", 1) > 1 else 1.0
 
 
+def output_length(scheduler: Any) -> float:
+    """How long a model's output is, over noise alone: that of a flow is noise without the picture, which are alike."""
+    sigmas, config = getattr(scheduler, "sigmas", None), getattr(scheduler, "config", None) or {}
+    known = isinstance(sigmas, Tensor) and len(sigmas) > 0
+    return math.sqrt(2.0) if known and _flows(sigmas.tolist(), config) else 1.0
+
+
 def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
     """The same of a schedule that is yet to be set; None where that takes more than the number of steps."""
     if not hasattr(scheduler, "from_config"):
@@ -98,11 +96,14 @@ def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
 
 def _of_sigmas(sigmas: list[float], config: Any) -> list[float]:
     """A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a signal of 1."""
-    flows = config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(sigmas) <= 1.0
-    if not flows:
+    if not _flows(sigmas, config):
         return [sigma / config.get("sigma_data", 1.0) for sigma in sigmas]
     noise = [1.0 - sigma for sigma in sigmas] if config.get("invert_sigmas") else sigmas
     return [share / max(1.0 - share, _LEAST) for share in noise]
+
+
+def _flows(sigmas: list[float], config: Any) -> bool:
+    return bool(config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(sigmas) <= 1.0)
 
 
 def _of_alphas(timesteps: Any, alphas: Any) -> list[float] | None:

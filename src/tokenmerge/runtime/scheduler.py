@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import TokenMergeError
 from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS, Clock
-from .levels import error_gain, noise_levels
+from .levels import error_gain, noise_levels, output_length
 from .listening import listen
 from .noise import adds_noise
 from .timeline import Timeline
@@ -97,7 +97,7 @@ class Follower:
         total = None if timesteps is None else len(timesteps)
         # Some schedulers keep sigmas on the device, for which reading them waits.
         levels = noise_levels(scheduler) if self._timeline.hold is not None else None
-        self.clock.start_image(total, levels, error_gain(scheduler))
+        self.clock.start_image(total, levels, error_gain(scheduler), output_length(scheduler))
 
     def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self.clock.begin = scheduler.begin_index or 0

@@ -33,16 +33,13 @@ class Kept(NamedTuple):
     bend: float | None = None  # how much residuals bend, by the error of an extrapolation; None before there was one
     held: tuple[Place, ...] = ()  # steps since the last kept one
 
-    def reach(self, now: Place) -> float:
-        """What the error of a line through two points grows with: the distances of a step from both."""
-        assert self.before is not None
-        far = abs(now.at - self.last.at)
-        return far * (far + abs(self.last.at - self.before.at))
-
     def error_at(self, now: Place) -> float:
-        """The relative error of an extrapolation to a step."""
+        """The relative error of an extrapolation to a step. Of a line through two points it grows with the distances
+        from both."""
+        assert self.before is not None
         assert self.bend is not None
-        return max(self.bend, _LEAST_BEND) * now.bends * self.reach(now)
+        far = abs(now.at - self.last.at)
+        return max(self.bend, _LEAST_BEND) * now.bends * far * (far + abs(self.last.at - self.before.at))
 
     def drift_to(self, now: Place) -> float | None:
         """How far the picture would drift from the last kept step up to this one, if it can be told: errors, by how far
@@ -60,7 +57,7 @@ def bend_of(error: float, now: Place, kept: Kept) -> float | None:
     # A picture begins far above all other noise, and a line from there tells nothing of how residuals bend.
     if not far or apart > _TOO_FAR * far:
         return None
-    return error / (now.bends * kept.reach(now))
+    return error / (now.bends * far * (far + apart))
 
 
 class Step(NamedTuple):
