@@ -65,8 +65,8 @@ class Errors:
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
     def drift(self, place: Callable[[int], Place]) -> float | None:
-        """How far the picture drifted in all, relative to what the model gives out; None where nothing was held. Between
-        kept steps errors add up; those of different ones have nothing in common. place: of a step, by its number."""
+        """How far the picture drifted, over what the model gives out; None where nothing was held. Between kept steps
+        errors add up; those of different ones have nothing in common. place: of a step, by its number."""
         drifts = []
         for each in self.measured:
             held = range(each.kept.last.number + 1, each.now.number)
