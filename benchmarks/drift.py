@@ -5,7 +5,7 @@
 
 Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what full
 steps showed and the true PSNR. `--fit` adds the errors up as the library does. The level of one model is then tried on
-the other: `rank` is Spearman's correlation over all pictures, `within` its values within settings, `off` the median
+the other: `rank` is Spearman's correlation over all pictures, `within` its values within settings, `off_50` the median
 error in dB.
 """
 
@@ -126,7 +126,7 @@ def other_solver(model: str, own: Any) -> Any:
 
 def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     """A level for each model, and how well that of the other one does."""
-    told = {}
+    told, all_off = {}, []
     by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         if drift := estimate(record):
@@ -136,17 +136,17 @@ def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     for model, rows in by_model.items():
         other = next((level for name, level in levels.items() if name != model), levels[model])
         off = [abs(psnr - guess - other) for _, guess, psnr in rows]
+        all_off += off
         within = [[row for row in rows if row[0] == setting] for setting in sorted({row[0] for row in rows})]
-        told[model] = {
-            "pictures": len(rows),
-            "level": round(levels[model], 2),
-            "rank": round(_rank(rows), 3),
-            "within": [round(_rank(each), 2) for each in within],
-            "off": round(float(np.median(off)), 2),
-            "off_68": round(float(np.quantile(off, 0.68)), 2),
-            "off_90": round(float(np.quantile(off, 0.9)), 2),
-        }
-    return told
+        ranks = [round(_rank(each), 2) for each in within]
+        told[model] = {"level": round(levels[model], 2), "within": ranks, **_told(rows, off)}
+    ranks = [rank for each in told.values() for rank in each["within"]]
+    return {**told, "all": {"within": ranks, **_told([row for rows in by_model.values() for row in rows], all_off)}}
+
+
+def _told(rows: list[tuple[int, float, float]], off: list[float]) -> dict[str, Any]:
+    quantiles = {f"off_{share}": round(float(np.quantile(off, share / 100)), 2) for share in (50, 68, 90)}
+    return {"pictures": len(rows), "rank": round(_rank(rows), 3), **quantiles}
 
 
 def estimate(record: dict[str, Any]) -> float | None:

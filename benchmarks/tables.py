@@ -281,8 +281,8 @@ def drift_table(names: list[str]) -> str:
     for model, told in drift.judged(read(names)).items():
         within = sorted(told["within"])
         middle = within[len(within) // 2]
-        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off']:.1f}", f"{told['off_90']:.1f}"]
-        rows.append([f"`{model}`", *map(str, cells)])
+        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off_50']:.1f}", f"{told['off_90']:.1f}"]
+        rows.append([model if model == "all" else f"`{model}`", *map(str, cells)])
     header = ["rank correlation", "within a setting, median", "least", "median error, dB", "of nine in ten, dB"]
     return markdown(["model", "pictures", *header], rows)
 
