@@ -77,8 +77,9 @@ def error_gain(scheduler: Any) -> float:
 def output_length(scheduler: Any) -> float:
     """How long a model's output is, over noise alone: that of a flow is noise without the picture, which are alike."""
     sigmas, config = getattr(scheduler, "sigmas", None), getattr(scheduler, "config", None) or {}
-    known = isinstance(sigmas, Tensor) and len(sigmas) > 0
-    return math.sqrt(2.0) if known and _flows(sigmas.tolist(), config) else 1.0
+    if not isinstance(sigmas, Tensor) or not len(sigmas):
+        return 1.0
+    return math.sqrt(2.0) if _flows(sigmas.tolist(), config) else 1.0
 
 
 def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
