@@ -30,7 +30,7 @@ from .planning import Drift, Plan, Summary, make_plan
 from .planning.plan import check_steps, timeline_of
 from .planning.tables import counted
 from .presets import resolve
-from .runtime.foreign import cache_hooks, leads_cache
+from .runtime.foreign import cache_hooks, leads_cache, shard_of
 from .runtime.installing import Installation
 from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
@@ -151,7 +151,7 @@ def plan(
     if min(height, width) < scale:
         raise TokenMergeError(f"{width}x{height} pixels are less than one {scale}-pixel latent; give a larger size")
     latents = latent_frames(family, frames, vae_scale_factor_temporal or known_frames)
-    call = family.plan_call(denoiser, height // scale, width // scale, latents)
+    call = family.plan_call(denoiser, height // scale, width // scale, latents)._replace(shard=shard_of(denoiser))
     if call.grids and not call.tokens:
         side = family.unit(denoiser, scale)
         raise TokenMergeError(f"{width}x{height} pixels are less than one token of {side}x{side}; give a larger size")
@@ -253,7 +253,10 @@ class TokenMap:
 
 def token_maps(model: Any) -> list[TokenMap]:
     """The maps of a model that has run with merging, one for each group that has one, without reference images."""
-    known = vars(denoiser_of(model)).get(APPLIED)
+    denoiser = denoiser_of(model)
+    known = vars(denoiser).get(APPLIED)
+    if known is not None and known.merging is not None and shard_of(denoiser) is not None:
+        raise TokenMergeError("each process has the map of its own tokens alone; draw the picture in one process")
     maps = []
     for group in known.merging.groups if known is not None and known.merging is not None else ():
         if group.partition is None or group.slot is None or not group.has_maps:

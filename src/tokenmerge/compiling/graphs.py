@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TokenMergeError, first_line
-from ..runtime.foreign import cache_hooks, casts_weights
+from ..runtime.foreign import cache_hooks, casts_weights, shard_of
 
 # Recordings kept for each denoiser: sizes of image times kinds of call. All share one pool of memory.
 _MAX_GRAPHS = 32
@@ -267,6 +267,8 @@ def _obstacle(denoiser: nn.Module) -> str:
         return f"a cache ({caches[0]}) decides by values what runs"
     if casts_weights(denoiser):
         return "layerwise casting makes new weights in every call"
+    if shard_of(denoiser) is not None:
+        return "processes that share a picture (context parallel) wait for each other in it"
     inner = (module for module in denoiser.modules() if module is not denoiser)
     if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
         return "a replay would not run the forward hooks of submodules"

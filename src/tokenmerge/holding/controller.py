@@ -130,7 +130,7 @@ class Holding:
             if len(kept.steps) == 2 and not restart:
                 before, last = map(self._clock.place, kept.steps)
                 residuals = [run.current for run in self.runs if run.current is not None]
-                self.errors.note(self._clock.place(step), Kept(last, before), residuals)
+                self.errors.note(self._clock.place(step), Kept(last, before), residuals, kept.call.shard)
             kept.steps = [step] if restart else [*kept.steps[-1:], step]
         self._pending = None
         # Blocks that are called by themselves run.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..families.calls import Shard
 from ..runtime.levels import Place
 from ..runtime.timeline import Kept, bend_of
 from .residuals import Residual
@@ -50,11 +51,15 @@ class Errors:
     def begin_image(self) -> None:
         self.measured = []
 
-    def note(self, now: Place, kept: Kept, residuals: Sequence[Residual]) -> None:
+    def note(self, now: Place, kept: Kept, residuals: Sequence[Residual], shard: Shard | None = None) -> None:
         """At the end of a call that was kept: its error over all runs of blocks, by the worst sample."""
         if not self.measured or self.measured[-1].now.number != now.number:
             self.measured.append(Measured(now, kept))
-        off, length = torch.stack([residual.squares for residual in residuals]).sum(0)
+        squares = torch.stack([residual.squares for residual in residuals]).sum(0)
+        if shard is not None:
+            # Of all tokens, so that every process decides as one would that had them all.
+            torch.distributed.all_reduce(squares, group=shard.group)
+        off, length = squares
         self.measured[-1].calls.append(Reading((off / length).max().sqrt()))
 
     def bend(self, before: int) -> float | None:
