@@ -26,9 +26,9 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
     shard = shard_of(denoiser)
     if shard is not None and not method.splits(method.settle(technique)):
         raise TokenMergeError(
-            f"{shard.ranks} processes share the tokens of a picture (context parallel), and method "
-            f"{technique.method!r} with regions {technique.regions!r} and selection {technique.selection!r} needs them "
-            "in one; use method='toma' in tiles or stripes, without random selections, or Hold"
+            f"context parallel shares the tokens of a picture out among {shard.ranks} processes, and this Merge needs "
+            "them together; use method='toma', tiles or stripes for regions and merge_regions, and no random "
+            "selection, or use Hold"
         )
     if not method.KEYS_VALUES:
         return

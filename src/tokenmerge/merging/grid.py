@@ -201,9 +201,9 @@ def shard_partition(partition: Partition, shard: Shard) -> Partition:
         owners = torch.bucketize(regions, torch.tensor(bounds[1:-1]), right=True)
         if not bool((owners == owners[:, :1]).all()):
             raise TokenMergeError(
-                f"{told}: some have tokens of two processes, whose parts begin at tokens "
-                f"{', '.join(map(str, bounds[:-1]))}; use smaller regions, such as 'stripe', sides that make the rows "
-                "of a part a multiple of a region's, or Hold"
+                f"{told}: some lie in two of the parts that processes have of it, which begin at tokens "
+                f"{', '.join(map(str, bounds[:-1]))}; use smaller regions, such as 'stripe', or another size of "
+                "picture, or Hold"
             )
         counts = owners[:, 0].bincount(minlength=shard.ranks)
         if not counts.min() or (shard.even and counts.min() != counts.max()):
