@@ -86,7 +86,7 @@ def told(pipe: Any) -> dict[str, Any]:
     return {
         "steps": dict(state.steps),
         "errors": [each.error for each in measured],
-        "drift": state.holding.drift if state.holding is not None else None,
+        "drift": (state.holding.drift if state.holding is not None else None) or 0.0,
         "bytes": tokenmerge.summary(pipe).residual_bytes,
     }
 
