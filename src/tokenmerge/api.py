@@ -22,6 +22,7 @@ from .families.calls import TokenGrid
 from .families.scales import latent_scales
 from .holding.controller import Holding
 from .holding.learning import LearnedRun, Learner
+from .holding.prediction import DenoiserSite, Predicting, not_predicted
 from .holding.sites import LearnedSite, check_holdable, install_holding, install_learned
 from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
@@ -35,6 +36,7 @@ from .runtime.installing import Installation
 from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
+from .runtime.prediction import form_of
 from .runtime.scheduler import Follower, scheduler_source
 from .runtime.state import APPLIED, State
 
@@ -220,7 +222,11 @@ def _summary(denoiser: nn.Module) -> Summary:
 def _drift(known: _Applied) -> Drift | None:
     """Of the last image; None where nothing was held, or nothing that was held had a measured error."""
     drift = known.holding.drift if known.holding is not None else None
-    return Drift.of(drift, known.plan.family) if drift is not None and math.isfinite(drift) else None
+    if drift is None or not math.isfinite(drift):
+        return None
+    told = Drift.of(drift, known.plan.family)
+    # The figures are of residuals.
+    return told._replace(calibrated=False) if isinstance(known.holding, Predicting) else told
 
 
 def _held(plan_: Plan, installation: Installation) -> str:
@@ -276,13 +282,15 @@ def supported_models() -> dict[str, str]:
 
 
 def decided(family: Family, techniques: Techniques, scheduler: Any) -> Techniques:
-    """Techniques with what `auto` stands for: a UNet's stages, unless the scheduler adds noise, which only layers that
-    still run would see."""
+    """Techniques with what `auto` stands for: a UNet's stages or blocks, unless the scheduler adds noise, which only
+    layers that still run would see. Then the clean prediction, if it can be told."""
     hold = techniques.hold
     if hold is None or hold.what != "auto":
         return techniques
-    stages = family.stages is not None and (scheduler is None or not adds_noise(scheduler))
-    return techniques._replace(hold=hold.replace(what="stages" if stages else "blocks"))
+    what = "blocks" if family.stages is None else "stages"
+    if scheduler is not None and adds_noise(scheduler):
+        what = "blocks" if form_of(scheduler) is None else "prediction"
+    return techniques._replace(hold=hold.replace(what=what))
 
 
 def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
@@ -296,17 +304,15 @@ def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
                 f"{type(each).__name__}'s window of {each.window[0]} to {each.window[1]} needs to know how many steps "
                 "there are; apply to the pipeline, or give scheduler=..."
             )
+    if any(run.whole for run in plan_.runs) and (scheduler is None or form_of(scheduler) is None):
+        raise not_predicted(scheduler)
 
 
-def _way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
+def _way_out_of_noise(family: Family, plan_: Plan) -> str:
     """What to do under a scheduler that adds noise, where nothing in a held step would see it; else nothing."""
-    if not plan_.runs:
+    if not plan_.runs or plan_.runs[0].whole or (family.stages is not None and not plan_.runs[0].stages):
         return ""
-    if family.stages is None:
-        return "use another scheduler" if family.unmergeable(denoiser) else "use another scheduler, or apply a Merge"
-    if not family.blocks(denoiser):
-        return "use a scheduler that adds none, such as DDIMScheduler"
-    return "use Hold(what='blocks'), or another scheduler" if plan_.runs[0].stages else ""
+    return "use Hold(what='prediction'), or another scheduler"
 
 
 # What is applied to one denoiser, without its maps and residuals, which would be kept for as long.
@@ -341,10 +347,17 @@ def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any
     merge = plan_.techniques.merge if plan_.merged_sites else None
     timeline = timeline_of(merge, plan_.techniques.hold if plan_.runs else None)
     # Reads the scheduler, which may be anybody's, before anything is touched.
-    way_out = _way_out_of_noise(denoiser, family, plan_)
+    way_out = _way_out_of_noise(family, plan_)
     follower = Follower(timeline, scheduler_of if acts else lambda: None, way_out)
     merging = Merging(merge, follower.clock) if merge is not None else None
-    holding = Holding(follower.clock) if plan_.runs else None
+    whole = any(run.whole for run in plan_.runs)
+    holding = (Predicting if whole else Holding)(follower.clock) if plan_.runs else None
+    if isinstance(holding, Predicting):
+        try:
+            follower.predict(holding)
+        except BaseException:
+            follower.close()
+            raise
     state = State(timeline, follower, merging, holding)
     before = _known(denoiser)
     _remove(denoiser)
@@ -376,6 +389,8 @@ def _install(
     learner = None
     if holding is not None and any(run.generic for run in plan_.runs):
         learner = _learner(plan_, holding, installation)
+    elif isinstance(holding, Predicting):
+        installation.add(DenoiserSite(holding), denoiser)
     elif holding is not None:
         install_holding(plan_.runs, holding, installation)
     check = partial(check_holdable, runs=plan_.runs)
@@ -402,7 +417,7 @@ def _install(
         state,
         installation,
         check=partial(merging.check_call, family) if merging is not None else None,
-        held=[block.name for run in plan_.runs for block in run.blocks],
+        held=[block.name for run in plan_.runs if not run.whole for block in run.blocks],
         stages=any(run.stages for run in plan_.runs),
         check_held=check,
         watch=learner.watch if learner is not None else None,

@@ -90,7 +90,7 @@ class GraphedForward:
         # A strong reference would keep a deleted model's weights until the garbage collector comes.
         self._model = weakref.ref(denoiser)
         self._applied = state
-        self._before = vars(denoiser).get("forward")
+        self.inner_forward = vars(denoiser).get("forward")
         self._pool: Any = None
         self._state: tuple[Any, ...] = ()
         self._obstacle = ""  # why nothing can be recorded as the model is now
@@ -115,8 +115,8 @@ class GraphedForward:
         return denoiser
 
     def _original(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
+        if self.inner_forward is not None:
+            return self.inner_forward(*args, **kwargs)
         return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
 
     @property
@@ -131,10 +131,10 @@ class GraphedForward:
     def undo(self) -> None:
         if getattr(vars(self._denoiser).get("forward"), "__self__", None) is not self:
             raise TokenMergeError("the denoiser's forward was replaced after compile; undo that first, then uncompile")
-        if self._before is None:
+        if self.inner_forward is None:
             del self._denoiser.forward
         else:
-            self._denoiser.forward = self._before
+            self._denoiser.forward = self.inner_forward
         self._forget()
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ class Holding:
     def known(self, call: DenoiserCall) -> Kept | None:
         """What such a call of this image has shown so far."""
         self._drop_failed()
-        kept = self._kept.get((self._clock.call, call.size))
+        kept = self._kept.get(self._key(call))
         if kept is None or kept.image != self._clock.image or not kept.steps:
             return None
         *before, last = map(self._clock.place, kept.steps)
@@ -77,8 +77,7 @@ class Holding:
             self.act = RUN
         for run in self.runs:
             run.entered, run.passed = None, None
-        turn = self._clock.call
-        kept = self._kept.get((turn, call.size))
+        kept = self._kept.get(self._key(call))
         if self.act == RUN:
             if kept is not None:
                 # No slope across a step that ran and was not kept.
@@ -87,9 +86,12 @@ class Holding:
         if kept is None or kept.image != self._clock.image:
             # The tensors of a call would be kept alive by its ids and timestep.
             known = call._replace(ids=None, timestep=torch.zeros(()))
-            kept = self._kept[turn, call.size] = _Call(self._clock.image, known)
+            kept = self._kept[self._key(call)] = _Call(self._clock.image, known)
         self._pending = (kept, self._clock.step) if self.act == KEEP else None
         self._point(call, self._distance(kept.steps))
+
+    def _key(self, call: DenoiserCall) -> tuple[int, tuple[Any, ...]]:
+        return self._clock.call, call.size
 
     def _point(self, call: DenoiserCall, distance: float) -> None:
         """Every run at its residual of a call."""
@@ -126,12 +128,7 @@ class Holding:
                 run.passed = None
                 if run.current is not None:
                     run.current.leave_inference()
-            kept, step = self._pending
-            if len(kept.steps) == 2 and not restart:
-                before, last = map(self._clock.place, kept.steps)
-                residuals = [run.current for run in self.runs if run.current is not None]
-                self.errors.note(self._clock.place(step), Kept(last, before), residuals, kept.call.shard)
-            kept.steps = [step] if restart else [*kept.steps[-1:], step]
+            self._note(*self._pending, restart=restart)
         self._pending = None
         # Blocks that are called by themselves run.
         self.act = RUN
@@ -141,6 +138,14 @@ class Holding:
         if self._pending is not None:
             self._pending[0].steps.clear()
             self._pending = None
+
+    def _note(self, kept: _Call, step: int, *, restart: bool) -> None:
+        """A step of a call was kept: its error, and that a slope may be taken from it."""
+        if len(kept.steps) == 2 and not restart:
+            before, last = map(self._clock.place, kept.steps)
+            residuals = [run.current for run in self.runs if run.current is not None]
+            self.errors.note(self._clock.place(step), Kept(last, before), residuals, kept.call.shard)
+        kept.steps = [step] if restart else [*kept.steps[-1:], step]
 
     def _distance(self, steps: list[int]) -> float:
         """Of this step from the last kept one, over that between the last two; 0 after one."""
@@ -166,7 +171,7 @@ class Holding:
 
     # What recordings of a call must know.
 
-    def kind(self) -> Hashable:
+    def kind(self) -> Hashable | None:
         return tuple(id(run.current) for run in self.runs)
 
     def owners(self) -> list[Residual | None]:

@@ -25,6 +25,8 @@ from .foreign import SHARDING, is_inside_offload
 # step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
 # tiles that fit and that do not, for batches of one and of more, and for blocks that are given other strides.
 _GRAPHS = 64
+# Where CUDA graphs of a whole denoiser keep the forward that they stand in for.
+_INNER = "inner_forward"
 
 
 class Uncopied:
@@ -82,13 +84,13 @@ class Placement:
     def _place(self) -> None:
         self._module = self.block.get_submodule(self._path)
         # Inside of what shares tokens out among processes: all blocks then see those of their own.
-        sharding = [holder for name, holder in _hooks(self._module) if name.startswith(SHARDING)]
-        holder = sharding[0] if sharding else vars(self._module)
-        self._before = holder.get("forward")
+        sharding = [(holder, "forward") for name, holder in _hooks(self._module) if name.startswith(SHARDING)]
+        holder, key = (*sharding, _graphed(self._module) or (vars(self._module), "forward"))[0]
+        self._before = holder.get(key)
         forward: Any = self._before
         for site in self.sites:
             forward = site.stand_on(self._module, forward)
-        self._forward = holder["forward"] = forward
+        self._forward = holder[key] = forward
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         return [(holder, key) for holder, key in _forward_holders(self._module) if holder.get(key) is self._forward]
@@ -134,7 +136,7 @@ class Placement:
 
     def undo(self) -> None:
         for holder, key in self._places():
-            if self._before is not None:
+            if self._before is not None or key == _INNER:
                 holder[key] = self._before
             elif holder is vars(self._module) and key == "forward":
                 del holder[key]
@@ -240,10 +242,19 @@ def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
+def _graphed(module: nn.Module) -> tuple[dict[str, Any], str] | None:
+    """Where CUDA graphs of a whole module keep its forward. What a graph replays may be left out, so sites go inside."""
+    graphs = getattr(vars(module).get("forward"), "__self__", None)
+    return (vars(graphs), _INNER) if graphs is not None and _INNER in vars(graphs) else None
+
+
 def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Every place that may hold a forward: the instance, accelerate's hook over it, and diffusers' hooks over it."""
     yield vars(module), "forward"
     yield vars(module), "_old_forward"
+    graphed = _graphed(module)
+    if graphed is not None:
+        yield graphed
     for _, holder in _hooks(module):
         yield holder, "forward"
         yield holder, "original_forward"

@@ -59,19 +59,32 @@ def even_levels(total: int) -> list[float]:
 def noise_levels(scheduler: Any) -> list[float] | None:
     """The ratio of noise to signal at every timestep; None where a scheduler does not tell."""
     timesteps, sigmas = getattr(scheduler, "timesteps", None), getattr(scheduler, "sigmas", None)
+    ratios: list[float] | None
     if timesteps is None or not len(timesteps):
         return None
+    if _config(scheduler).get("prediction_type") == "trigflow":
+        # Its times are angles between signal and noise. The last is an end, and no step.
+        return [max(math.tan(min(angle, math.atan(_MOST))), _LEAST) for angle in timesteps.tolist()]
     if isinstance(sigmas, Tensor) and len(sigmas) >= len(timesteps):
         known = sigmas.tolist()[: len(timesteps)]
-        ratios: list[float] | None = _of_sigmas(known, getattr(scheduler, "config", None) or {})
+        ratios = _of_sigmas(known, _config(scheduler))
     else:
         ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
     return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
 
 
+def sample_levels(scheduler: Any) -> list[float] | None:
+    """The same of the samples that a model is given, which need not fall: some solvers of second order look ahead, to
+    between two of their sigmas, and beyond the next one."""
+    if hasattr(scheduler, "sigmas_interpol") or hasattr(scheduler, "mid_point_sigma"):
+        ratios = _of_alphas(scheduler.timesteps, scheduler.alphas_cumprod)
+        return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+    return noise_levels(scheduler)
+
+
 def error_gain(scheduler: Any) -> float:
     """By how much a solver magnifies errors: those of second order step ahead by half of the last change as well."""
-    return 1.5 if (getattr(scheduler, "config", None) or {}).get("solver_order", 1) > 1 else 1.0
+    return 1.5 if _config(scheduler).get("solver_order", 1) > 1 else 1.0
 
 
 def output_length(scheduler: Any) -> float:
@@ -108,11 +121,17 @@ def _flows(sigmas: list[float], config: Any) -> bool:
 
 
 def _of_alphas(timesteps: Any, alphas: Any) -> list[float] | None:
-    """The noise that a model was trained with at each of its timesteps."""
+    """The noise that a model was trained with at each of its timesteps. Between two of them its logarithm is even, as
+    schedulers take it."""
     if not isinstance(alphas, Tensor) or not isinstance(timesteps, Tensor):
         return None
-    places = timesteps.long().cpu()
-    if int(places.min()) < 0 or int(places.max()) >= len(alphas):
+    places = timesteps.double().cpu()
+    if float(places.min()) < 0 or float(places.max()) > len(alphas) - 1:
         return None
-    signal = alphas.cpu().double()[places].clamp(min=_MOST**-2)
-    return ((1.0 - signal) / signal).sqrt().tolist()
+    signal = alphas.cpu().double().clamp(min=_MOST**-2)
+    logarithm = ((1.0 - signal) / signal).log() / 2
+    return logarithm[places.floor().long()].lerp(logarithm[places.ceil().long()], places.frac()).exp().tolist()
+
+
+def _config(scheduler: Any) -> Any:
+    return getattr(scheduler, "config", None) or {}
