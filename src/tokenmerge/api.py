@@ -77,7 +77,7 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
 def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
     """The plan for a denoiser; raises where it cannot be applied."""
     family = family_of(denoiser)
-    techniques = decided(family, techniques, scheduler)
+    techniques = decided(denoiser, family, techniques, scheduler)
     plan_ = make_plan(denoiser, family, techniques)
     check_holdable(denoiser, plan_.runs)
     caches = cache_hooks(denoiser)
@@ -147,7 +147,7 @@ def plan(
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()
-    techniques = decided(family, techniques, scheduler)
+    techniques = decided(denoiser, family, techniques, scheduler)
     known_scale, known_frames = _known_scales(model, family)
     scale = vae_scale_factor or known_scale
     if min(height, width) < scale:
@@ -281,15 +281,16 @@ def supported_models() -> dict[str, str]:
     return {family.denoiser.__name__: family.title for family in families()}
 
 
-def decided(family: Family, techniques: Techniques, scheduler: Any) -> Techniques:
-    """Techniques with what `auto` stands for: a UNet's stages or blocks, unless the scheduler adds noise, which only
-    layers that still run would see. Then the clean prediction, if it can be told."""
+def decided(denoiser: nn.Module, family: Family, techniques: Techniques, scheduler: Any) -> Techniques:
+    """Techniques with what `auto` stands for: a UNet's stages, or blocks. Where a scheduler adds noise, which only
+    layers that still run would see, those of a UNet see it; elsewhere the clean prediction is held, if it is known."""
     hold = techniques.hold
     if hold is None or hold.what != "auto":
         return techniques
     what = "blocks" if family.stages is None else "stages"
     if scheduler is not None and adds_noise(scheduler):
-        what = "blocks" if form_of(scheduler) is None else "prediction"
+        sees = family.stages is not None and bool(family.blocks(denoiser))
+        what = "blocks" if sees or form_of(scheduler) is None else "prediction"
     return techniques._replace(hold=hold.replace(what=what))
 
 

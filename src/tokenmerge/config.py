@@ -253,8 +253,8 @@ class Hold(Technique):
             steps then run in full by what they show
         stop: share of the noise that goes before holding ends
         what: what is held: transformer blocks (blocks), all stages of a UNet with their convolutions (stages), or the
-            clean prediction of the whole denoiser (prediction). auto takes stages where they can be held, and the
-            prediction under schedulers that add noise
+            clean prediction of the whole denoiser (prediction). auto takes stages where they can be held; under
+            schedulers that add noise, blocks of a UNet, and elsewhere the prediction
     """
 
     NAME: ClassVar[str] = "hold"

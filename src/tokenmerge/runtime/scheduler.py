@@ -45,9 +45,10 @@ class Follower:
         self._timestep: Tensor | None = None  # of the first call of the step
         self._place: int | None = None  # of that timestep among the scheduler's, where it is known
         self._stepped: Any = None  # the timestep that the scheduler stepped from last
-        self._inside = False  # whether a call has begun and not ended: one that fails does not
         self._predictor: Predictor | None = None
         self._sample_levels: list[float] = []  # for it
+        self._predicted: Any = None  # the timestep of its last step
+        self._inside = False  # whether a call has begun and not ended: one that fails does not
         try:
             self.follow()
         except BaseException:
@@ -112,7 +113,7 @@ class Follower:
     # What a scheduler was told.
 
     def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        self._place, self._stepped = None, None
+        self._place, self._stepped, self._predicted = None, None, None
         timesteps = getattr(scheduler, "timesteps", None)
         total = None if timesteps is None else len(timesteps)
         # Some schedulers keep sigmas on the device, for which reading them waits.
@@ -128,7 +129,7 @@ class Follower:
         given = _given(scheduler, arguments, named)
         timestep = given.get("timestep")
         if self._predictor is None or self.clock.call < 0:
-            if self._predictor is not None and _is_same(timestep, self._stepped):
+            if _is_same(timestep, self._predicted):
                 raise TokenMergeError(
                     f"{type(scheduler).__name__} was stepped twice after one call; what is held is one clean "
                     "prediction: draw one picture at a time, use another what, or remove first"
@@ -141,8 +142,12 @@ class Follower:
                 f"{type(scheduler).__name__} tells no one level of noise at this step, without which no clean "
                 "prediction can be held; use another what, or a Merge"
             )
-        given["model_output"] = self._predictor.step(given["model_output"], given["sample"], self._sample_levels[place])
-        return (), given
+        self._predicted = timestep
+        output = self._predictor.step(given["model_output"], given["sample"], self._sample_levels[place])
+        if "model_output" in named:
+            return arguments, {**named, "model_output": output}
+        first = list(given).index("model_output")
+        return (*arguments[:first], output, *arguments[first + 1 :]), named
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
         given = _given(scheduler, arguments, named)
@@ -222,7 +227,10 @@ class Follower:
 
 def _given(scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a scheduler's step, by name."""
-    names = inspect.signature(scheduler.step).parameters
+    names = list(inspect.signature(scheduler.step).parameters)
+    if "model_output" not in names:
+        # A wrapper of somebody's own hides them.
+        names = list(inspect.signature(type(scheduler).step).parameters)[1:]
     return {**dict(zip(names, arguments, strict=False)), **named}
 
 
