@@ -77,6 +77,8 @@ def test_schedulers_that_add_noise_are_known_by_trying(name: str, settings: dict
         ("EulerAncestralDiscrete", {"variance_type": "learned_range"}, True),
         ("FlowMatchHeunDiscrete", {"use_dynamic_shifting": True}, False),
         ("LCM", {"variance_type": "learned"}, True),
+        # It has flow matching make its schedule, which goes by this.
+        ("LTXEulerAncestralRF", {"use_dynamic_shifting": True}, True),
         ("SCM", {"use_dynamic_shifting": True}, True),
     ],
 )

@@ -81,7 +81,9 @@ def _trail(
     # Seeds are the user's, and must not be touched.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet():
         copied = type(scheduler).from_config(scheduler.config)
-        copied.set_timesteps(steps, **({"mu": 1.0} if settings.get("use_dynamic_shifting") else {}))
+        # Not by its own settings alone: one may make its schedule with another scheduler.
+        shifts = scheduler.config.get("use_dynamic_shifting") and "mu" in inspect.signature(copied.set_timesteps).parameters
+        copied.set_timesteps(steps, **({"mu": 1.0} if shifts else {}))
         needed = _required(copied.step)
         trail = [start(copied)]
         with _Drawing(drawn):
