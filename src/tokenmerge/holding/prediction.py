@@ -17,7 +17,7 @@ from ..runtime.installing import Site
 from ..runtime.prediction import Form, form_of
 from ..runtime.timeline import HELD, Step
 from .controller import HOLD, RUN, Holding
-from .residuals import Run
+from .residuals import Residual, Run
 
 
 class Predicting(Holding):
@@ -32,6 +32,7 @@ class Predicting(Holding):
         self._step_act = RUN
         self._restart = False
         self._turn: Hashable = ()
+        self._trust: Tensor | None = None  # how much of the last slope came true, of every picture
         self._blanks: dict[Hashable, tuple[list[Any], pytree.TreeSpec]] = {}  # outputs of calls, without values
 
     def follow(self, scheduler: Any) -> None:
@@ -100,13 +101,14 @@ class Predicting(Holding):
                 "no clean prediction can be held; use another what, or a Merge"
             )
         if act == HOLD:
-            clean, rest = residual.now()
-            assert clean is not None, "a prediction was held before it was kept"
+            _, rest = residual.now()
+            clean = self._extrapolated(residual)
             held = mix.output_for(clean, sample).to(output.dtype)
             return held if rest is None else torch.cat([held, rest], 1)
         # Some models predict a variance as well.
         picture, rest = output[:, :channels], output[:, channels:]
         clean = mix.clean(sample, picture)
+        trust = self._trusted(residual, clean)
         if residual.squares.shape[1] != len(clean):
             residual.squares = torch.zeros(2, len(clean), device=clean.device)
         residual.keep((clean, rest.clone() if rest.shape[1] else None))
@@ -114,7 +116,29 @@ class Predicting(Holding):
         if self._pending is not None:
             self._note(*self._pending, restart=self._restart)
             self._pending = None
+        self._trust = trust
         return output
+
+    def _extrapolated(self, residual: Residual) -> Tensor:
+        """The clean prediction of a held step."""
+        stream, trust = residual.streams[0], 1.0 if self._trust is None else self._trust
+        assert stream.value is not None and stream.change is not None, "a prediction was held before it was kept"
+        line = stream.change * residual.ahead
+        # After the first kept step of an image the change is one from the image before.
+        return stream.value + torch.where(residual.ahead == 0, 0.0, trust * line)
+
+    def _trusted(self, residual: Residual, clean: Tensor) -> Tensor | None:
+        """How much of the slope before a full step came true in it, as least squares tell. Where every step begins from
+        new noise, predictions jump about, and a line through two of them leads nowhere."""
+        stream, before = residual.streams[0], self._trust
+        if self._pending is None or len(self._pending[0].steps) < 2 or stream.value is None or stream.change is None:
+            return None
+        line, came = ((each).flatten(1) for each in (stream.change * residual.ahead, clean - stream.value))
+        share = (came * line).sum(1) / line.square().sum(1)
+        if before is not None:
+            # The error is that of what was extrapolated.
+            stream.change.mul_(before)
+        return share.nan_to_num(0.0).clamp(0.0, 1.0).view(-1, *[1] * (clean.ndim - 1))
 
     # What recordings of a call must know.
 
