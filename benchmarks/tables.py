@@ -11,7 +11,8 @@ named, which may have been timed otherwise; where the paper's figures of the sam
 an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
 (which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
 on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over) and `drift` (how well Hold knows its drift).
+(what residuals run straightest over), `drift` (how well Hold knows its drift) and `noise` (what it drifts under
+schedulers that add noise).
 """
 
 from __future__ import annotations
@@ -287,6 +288,21 @@ def drift_table(names: list[str]) -> str:
     return markdown(["model", "pictures", *header], rows)
 
 
+def noise_table(names: list[str]) -> str:
+    """What Hold drifts, beside as many steps of the same scheduler as it ran in full."""
+    rows = []
+    for record in read(names):
+        hold = record["hold"]
+        how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
+        figures = [record[name][figure] for name in ("held", "fewer_steps") for figure in ("mse", "grain")]
+        means = [sum(each) / len(each) for each in figures]
+        cells = [f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.0f}", f"{means[3]:.2f}"]
+        what = [record["scheduler"], hold["what"], how, f"{record['kinds']['full']} of {record['steps']}"]
+        rows.append([f"`{record['model']}`", *what, *cells])
+    header = ["model", "scheduler", "held", "how", "full steps", "MSE", "grain", "fewer steps: MSE", "grain"]
+    return markdown(header, rows)
+
+
 KINDS = {
     "bench": bench_tables,
     "speed": speed_table,
@@ -305,6 +321,7 @@ KINDS = {
     "serve": serve_table,
     "coordinates": coordinates_table,
     "drift": drift_table,
+    "noise": noise_table,
 }
 
 

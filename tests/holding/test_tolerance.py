@@ -117,6 +117,18 @@ def test_all_calls_of_a_step_do_the_same() -> None:
     assert all(len(measured.calls) == 2 for measured in errors_of(pipe))
 
 
+@pytest.mark.parametrize("what", ["auto", "prediction"])
+def test_a_scheduler_without_timesteps_is_refused_at_once(what: str) -> None:
+    class Stepper:
+        def step(self, output: torch.Tensor, timestep: float, sample: torch.Tensor) -> torch.Tensor:
+            return sample - output
+
+    denoiser = denoiser_of(tiny.build("sd3"))
+    with pytest.raises(tokenmerge.TokenMergeError, match="Stepper has no timesteps"):
+        tokenmerge.apply(denoiser, Hold(what=what), scheduler=Stepper())
+    assert APPLIED not in vars(denoiser)
+
+
 def test_a_batch_goes_by_its_worst_picture() -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=2, start=0.0))
     tiny.draw(pipe, steps=8, batch=2)
@@ -128,9 +140,12 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
     assert together[-1] == pytest.approx(by_sample.max().item())
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
-def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0))
+@pytest.mark.parametrize(
+    ("nonsense", "what"),
+    [(math.nan, "stages"), (math.inf, "stages"), (math.nan, "prediction"), (math.inf, "prediction")],
+)
+def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float, what: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0, what=what))
     residual = type(vars(pipe.unet)[APPLIED].holding.runs[0]), 3
 
     def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""Hold the clean prediction: full steps show which clean picture the scheduler was given, and in held ones the output
-that it is given follows from that picture and its sample. The denoiser does not run, and noise that was added is seen."""
+"""Hold the clean prediction: full steps show the clean picture that their output stands for.
+
+In a held step the denoiser does not run. The scheduler is given the output that stands for that picture, extrapolated,
+by the sample it has. So noise that it added is known, and taken out again.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,9 @@ class Predicting(Holding):
         if self._turn not in self._blanks:
             return None
         leaves, structure = self._blanks[self._turn]
-        zeros = [torch.zeros(*leaf[:1], dtype=leaf[1], device=leaf[2]) if type(leaf) is tuple else leaf for leaf in leaves]
+        zeros = [
+            torch.zeros(*leaf[:1], dtype=leaf[1], device=leaf[2]) if type(leaf) is tuple else leaf for leaf in leaves
+        ]
         return pytree.tree_unflatten(zeros, structure)
 
     @torch.compiler.disable
@@ -122,7 +127,8 @@ class Predicting(Holding):
     def _extrapolated(self, residual: Residual) -> Tensor:
         """The clean prediction of a held step."""
         stream, trust = residual.streams[0], 1.0 if self._trust is None else self._trust
-        assert stream.value is not None and stream.change is not None, "a prediction was held before it was kept"
+        assert stream.value is not None, "a prediction was held before it was kept"
+        assert stream.change is not None
         line = stream.change * residual.ahead
         # After the first kept step of an image the change is one from the image before.
         return stream.value + torch.where(residual.ahead == 0, 0.0, trust * line)

@@ -41,9 +41,7 @@ def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, 
         return (HeldRun(tuple(family.stages(denoiser)), stages=True),)
     blocks = family.blocks(denoiser)
     if not blocks:
-        raise TokenMergeError(
-            f"{name} has no transformer blocks to hold; use what='stages', or what='prediction'"
-        )
+        raise TokenMergeError(f"{name} has no transformer blocks to hold; use what='stages', or what='prediction'")
     if family.learned:
         return (HeldRun(tuple(blocks), generic=True),)
     runs: list[list[Block]] = []

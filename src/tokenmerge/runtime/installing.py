@@ -243,7 +243,7 @@ def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
 
 
 def _graphed(module: nn.Module) -> tuple[dict[str, Any], str] | None:
-    """Where CUDA graphs of a whole module keep its forward. What a graph replays may be left out, so sites go inside."""
+    """Where CUDA graphs of a whole module keep its forward. Sites go inside: what is left out is not recorded."""
     graphs = getattr(vars(module).get("forward"), "__self__", None)
     return (vars(graphs), _INNER) if graphs is not None and _INNER in vars(graphs) else None
 

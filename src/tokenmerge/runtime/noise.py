@@ -31,8 +31,8 @@ Model = Callable[[Any, int, Tensor], Tensor]
 def adds_noise(scheduler: Any) -> bool:
     """Whether steps of a scheduler depend on chance. One that cannot be tried is taken to add none."""
     start = torch.ones(1, 1, 2, 2, device="cpu")
-    trails = [tried(scheduler, lambda _: start, _scaled, drawn) for drawn in (0, 1)]
-    return trails[0] is not None and trails[1] is not None and not torch.equal(*map(torch.cat, trails))
+    one, other = (tried(scheduler, lambda _: start, _scaled, drawn) for drawn in (0, 1))
+    return one is not None and other is not None and not torch.equal(torch.cat(one), torch.cat(other))
 
 
 def tried(scheduler: Any, start: Callable[[Any], Tensor], model: Model, drawn: int) -> list[Tensor] | None:
@@ -82,7 +82,8 @@ def _trail(
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _quiet():
         copied = type(scheduler).from_config(scheduler.config)
         # Not by its own settings alone: one may make its schedule with another scheduler.
-        shifts = scheduler.config.get("use_dynamic_shifting") and "mu" in inspect.signature(copied.set_timesteps).parameters
+        takes = inspect.signature(copied.set_timesteps).parameters
+        shifts = scheduler.config.get("use_dynamic_shifting") and "mu" in takes
         copied.set_timesteps(steps, **({"mu": 1.0} if shifts else {}))
         needed = _required(copied.step)
         trail = [start(copied)]
