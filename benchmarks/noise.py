@@ -24,7 +24,6 @@ from diffusers import (
     EulerAncestralDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     LCMScheduler,
-    LTXEulerAncestralRFScheduler,
 )
 
 import tokenmerge
@@ -49,7 +48,6 @@ def schedulers(model: str, own: Any) -> dict[str, Any]:
         return {
             "its own, no noise": own,
             "flow, stochastic": FlowMatchEulerDiscreteScheduler.from_config(own.config, stochastic_sampling=True),
-            "flow, ancestral": LTXEulerAncestralRFScheduler.from_config(own.config),
             "SDE-DPM-Solver++": DPMSolverMultistepScheduler(**flow, **SDE),
         }
     config = own.config

@@ -311,8 +311,8 @@ def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
         and not any(hasattr(scheduler, name) for name in ("timesteps", "set_timesteps"))
     ):
         raise TokenMergeError(
-            f"{type(scheduler).__name__} has no timesteps, by which Hold knows the steps; give the scheduler that drives "
-            "the denoiser, or apply a Merge"
+            f"{type(scheduler).__name__} has no timesteps, by which Hold knows the steps; give the scheduler that "
+            "drives the denoiser, or apply a Merge"
         )
     if any(run.whole for run in plan_.runs) and (scheduler is None or form_of(scheduler) is None):
         raise not_predicted(scheduler)

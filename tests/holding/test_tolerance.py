@@ -18,6 +18,7 @@ import torch
 import tiny
 import tokenmerge
 import tokenmerge_models
+import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.holding.errors import Errors, Measured, Reading
@@ -161,6 +162,31 @@ def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float, what: 
     clean, _ = steps_of(pipe, steps=12)
     assert clean.isfinite().all(), "nothing of it is left in the next picture"
     assert "not finite" not in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("what", ["blocks", "prediction"])
+def test_a_tolerance_goes_with_parts_of_a_schedule_and_other_schedulers(what: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("sd3-img2img"), Hold(tolerance=0.5, start=0.0, what=what))
+    for scheduler in (pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)):
+        pipe.scheduler = scheduler
+        first, kinds = steps_of(pipe, steps=12)
+        assert len(kinds) == 12
+        assert "held" in kinds[1:-1]
+        assert kinds[-1] == "full"
+        again, kinds_again = steps_of(pipe, steps=12)
+        assert torch.equal(first, again)
+        assert kinds == kinds_again
+
+
+@pytest.mark.parametrize("what", ["blocks", "prediction"])
+def test_a_tolerance_goes_with_video(what: str) -> None:
+    """In two calls a step."""
+    model = zoo.MODELS["wan2.1"]
+    pipe = tokenmerge.apply(model.build(), Hold(tolerance=0.5, start=0.0, what=what))
+    zoo.draw(pipe, model, steps=12)
+    steps = tokenmerge.summary(pipe).steps
+    assert steps["held"] >= 2
+    assert sum(steps.values()) == 12
 
 
 def test_a_bare_denoiser_counts_steps() -> None:

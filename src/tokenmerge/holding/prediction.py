@@ -35,7 +35,7 @@ class Predicting(Holding):
         self._step_act = RUN
         self._restart = False
         self._turn: Hashable = ()
-        self._trust: Tensor | None = None  # how much of the last slope came true, of every picture
+        self._trust: Tensor | None = None  # whether the last slope came true, of every picture
         self._blanks: dict[Hashable, tuple[list[Any], pytree.TreeSpec]] = {}  # outputs of calls, without values
 
     def follow(self, scheduler: Any) -> None:
@@ -134,17 +134,16 @@ class Predicting(Holding):
         return stream.value + torch.where(residual.ahead == 0, 0.0, trust * line)
 
     def _trusted(self, residual: Residual, clean: Tensor) -> Tensor | None:
-        """How much of the slope before a full step came true in it, as least squares tell. Where every step begins from
-        new noise, predictions jump about, and a line through two of them leads nowhere."""
+        """Whether the slope before a full step came true in it at all: 1 or 0, of every picture. Where every step begins
+        from new noise, predictions jump about, and a line through two of them leads nowhere."""
         stream, before = residual.streams[0], self._trust
         if self._pending is None or len(self._pending[0].steps) < 2 or stream.value is None or stream.change is None:
             return None
-        line, came = ((each).flatten(1) for each in (stream.change * residual.ahead, clean - stream.value))
-        share = (came * line).sum(1) / line.square().sum(1)
+        line, came = (each.flatten(1) for each in (stream.change * residual.ahead, clean - stream.value))
         if before is not None:
             # The error is that of what was extrapolated.
             stream.change.mul_(before)
-        return share.nan_to_num(0.0).clamp(0.0, 1.0).view(-1, *[1] * (clean.ndim - 1))
+        return ((came * line).sum(1) > 0).float().view(-1, *[1] * (clean.ndim - 1))
 
     # What recordings of a call must know.
 
