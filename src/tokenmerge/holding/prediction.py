@@ -134,7 +134,7 @@ class Predicting(Holding):
         return stream.value + torch.where(residual.ahead == 0, 0.0, trust * line)
 
     def _trusted(self, residual: Residual, clean: Tensor) -> Tensor | None:
-        """Whether the slope before a full step came true in it at all: 1 or 0, of every picture. Where every step begins
+        """Whether the slope before a full step came true in it: 1 or 0, of every picture. Where every step begins
         from new noise, predictions jump about, and a line through two of them leads nowhere."""
         stream, before = residual.streams[0], self._trust
         if self._pending is None or len(self._pending[0].steps) < 2 or stream.value is None or stream.change is None:
