@@ -1,11 +1,11 @@
 """Measures how well Hold's own errors tell how far a picture is from the plain one.
 
-    python benchmarks/drift.py --out benchmarks/results/drift.jsonl
+    python benchmarks/drift.py --out benchmarks/results/drift.jsonl   # goes on where it was broken off
     python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # the line, and how good it is
 
-Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what the
-errors of full steps add up to (`estimate`) and the true PSNR. The line through them is fitted on one model and tried on
-the other: `rank` is Spearman's correlation over all pictures, `within` its median within settings, `off` the median
+Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what full
+steps showed and the true PSNR. `--fit` adds the errors up as the library does. The level of one model is then tried on
+the other: `rank` is Spearman's correlation over all pictures, `within` its values within settings, `off_50` the median
 error in dB.
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,11 @@ import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold
 from tokenmerge.families import denoiser_of
+from tokenmerge.holding.errors import Errors, Measured, Reading
+from tokenmerge.planning import Drift
+from tokenmerge.runtime.levels import error_gain, noise_levels, output_length, place_at
 from tokenmerge.runtime.state import APPLIED
+from tokenmerge.runtime.timeline import Kept
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.measure import environment
 
@@ -55,41 +61,61 @@ def main() -> None:
         parser.error("give --out or --fit")
     torch.set_num_threads(1)
     known = environment(torch.device("cpu"))
-    with options.out.open("w") as file:
-        for model in options.models:
-            for record in measure(model, options.prompts):
-                file.write(json.dumps({**record, "environment": known}) + "\n")
+    text = options.out.read_text() if options.out.exists() else ""
+    done = {(each["model"], each["prompt"]) for each in map(json.loads, text.splitlines())}
+    draws = {model: drawer(model) for model in options.models}
+    every = read_prompts()
+    with options.out.open("a") as file:
+        for seed, prompt in enumerate(every[:: max(1, len(every) // options.prompts)][: options.prompts]):
+            for model, (pipe, draw) in draws.items():
+                if (model, prompt) in done:
+                    continue
+                records = measure(model, pipe, partial(draw, prompt, seed))
+                lines = [json.dumps({**record, "prompt": prompt, "environment": known}) for record in records]
+                file.write("".join(f"{line}\n" for line in lines))
                 file.flush()
 
 
-def measure(model: str, count: int) -> Any:
+def drawer(model: str) -> tuple[Any, Callable[[str, int, int], np.ndarray]]:
+    """A bundled model, and what draws with it."""
     folder = tokenmerge_models.models()[model]
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     call = json.loads((folder / "tokenmerge.json").read_text())["call"]
-    own, plain = pipe.scheduler, {}
 
     def draw(prompt: str, seed: int, steps: int) -> np.ndarray:
         generator = torch.Generator().manual_seed(seed)
         size = {"num_inference_steps": steps, "height": SIDE, "width": SIDE}
         return 255 * pipe(prompt, generator=generator, output_type="np", **size, **call).images[0]
 
-    every = read_prompts()
-    prompts = every[:: max(1, len(every) // count)][:count]
+    return pipe, draw
+
+
+def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[dict[str, Any]]:
+    """One prompt under every setting."""
+    own, plain, records = pipe.scheduler, {}, []
     for number, (steps, other, hold) in enumerate(SETTINGS):
         pipe.scheduler = other_solver(model, own) if other else own
-        for seed, prompt in enumerate(prompts):
-            if (steps, other, seed) not in plain:
-                tokenmerge.remove(pipe)
-                plain[steps, other, seed] = draw(prompt, seed, steps)
-            tokenmerge.apply(pipe, hold)
-            error = float(((draw(prompt, seed, steps) - plain[steps, other, seed]) ** 2).mean())
-            holding = vars(denoiser_of(pipe))[APPLIED].holding
-            kinds = tokenmerge.summary(pipe).steps
-            record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
-            psnr = 10 * math.log10(255**2 / max(error, 1e-3))
-            yield {**record, "prompt": prompt, "kinds": kinds, "estimate": holding.drift, "psnr": round(psnr, 3)}
-        tokenmerge.remove(pipe)
+        if (steps, other) not in plain:
+            plain[steps, other] = draw(steps)
+        with tokenmerge.applied(pipe, hold):
+            error = float(((draw(steps) - plain[steps, other]) ** 2).mean())
+            holding, kinds = vars(denoiser_of(pipe))[APPLIED].holding, tokenmerge.summary(pipe).steps
+        record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
+        levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
+        record |= {"levels": levels, "gain": error_gain(pipe.scheduler), "length": output_length(pipe.scheduler)}
+        psnr = round(10 * math.log10(255**2 / max(error, 1e-3)), 3)
+        records.append({**record, "kinds": kinds, "seen": list(map(seen, holding.errors.measured)), "psnr": psnr})
+    pipe.scheduler = own
+    return records
+
+
+def seen(measured: Measured) -> list[float]:
+    """A full step, the two before it, and the error of each call."""
+    before, last = measured.kept.before, measured.kept.last
+    assert before is not None
+    errors = [float(f"{call.value:.5g}") for call in measured.calls]
+    return [measured.now.number, last.number, before.number, *errors]
 
 
 def other_solver(model: str, own: Any) -> Any:
@@ -100,36 +126,42 @@ def other_solver(model: str, own: Any) -> Any:
 
 def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     """A level for each model, and how well that of the other one does."""
-    told = {}
-    by_model: dict[str, list[dict[str, Any]]] = {}
+    told, all_off = {}, []
+    by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
-        if record["estimate"]:
-            by_model.setdefault(record["model"], []).append(record)
-    levels = {model: float(np.median([_level(each) for each in rows])) for model, rows in by_model.items()}
+        if drift := estimate(record):
+            guess = Drift.of(drift, "").psnr
+            by_model.setdefault(record["model"], []).append((record["setting"], guess, record["psnr"]))
+    levels = {model: float(np.median([psnr - guess for _, guess, psnr in rows])) for model, rows in by_model.items()}
     for model, rows in by_model.items():
         other = next((level for name, level in levels.items() if name != model), levels[model])
-        off = [abs(_level(each) - other) for each in rows]
-        ranks = [_rank(rows)]
-        for setting in sorted({each["setting"] for each in rows}):
-            ranks.append(_rank([each for each in rows if each["setting"] == setting]))
-        told[model] = {
-            "pictures": len(rows),
-            "level": round(levels[model], 2),
-            "rank": round(ranks[0], 3),
-            "within": [round(rank, 2) for rank in ranks[1:]],
-            "off": round(float(np.median(off)), 2),
-            "off_90": round(float(np.quantile(off, 0.9)), 2),
-        }
-    return told
+        off = [abs(psnr - guess - other) for _, guess, psnr in rows]
+        all_off += off
+        within = [[row for row in rows if row[0] == setting] for setting in sorted({row[0] for row in rows})]
+        ranks = [round(_rank(each), 2) for each in within]
+        told[model] = {"level": round(levels[model], 2), "within": ranks, **_told(rows, off)}
+    ranks = [rank for each in told.values() for rank in each["within"]]
+    return {**told, "all": {"within": ranks, **_told([row for rows in by_model.values() for row in rows], all_off)}}
 
 
-def _level(record: dict[str, Any]) -> float:
-    """The PSNR that an estimate of 1 would have."""
-    return record["psnr"] + 20 * math.log10(record["estimate"])
+def _told(rows: list[tuple[int, float, float]], off: list[float]) -> dict[str, Any]:
+    quantiles = {f"off_{share}": round(float(np.quantile(off, share / 100)), 2) for share in (50, 68, 90)}
+    return {"pictures": len(rows), "rank": round(_rank(rows), 3), **quantiles}
 
 
-def _rank(rows: list[dict[str, Any]]) -> float:
-    return float(spearmanr([-each["estimate"] for each in rows], [each["psnr"] for each in rows]).statistic)
+def estimate(record: dict[str, Any]) -> float | None:
+    """What the errors of a picture add up to."""
+    place = partial(place_at, total=record["steps"], levels=record["levels"], gain=record["gain"])
+    errors = Errors()
+    for now, last, before, *calls in record["seen"]:
+        kept = Kept(place(last), place(before))
+        errors.measured.append(Measured(place(now), kept, [Reading(torch.tensor(error)) for error in calls]))
+    drift = errors.drift(place)
+    return None if drift is None else drift * record["length"]
+
+
+def _rank(rows: list[tuple[int, float, float]]) -> float:
+    return float(spearmanr([guess for _, guess, _ in rows], [psnr for _, _, psnr in rows]).statistic)
 
 
 if __name__ == "__main__":

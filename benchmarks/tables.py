@@ -11,8 +11,8 @@ named, which may have been timed otherwise; where the paper's figures of the sam
 an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
 (which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
 on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over), `drift` (how well Hold knows its drift) and `comfyui` (the nodes beside ComfyUI's
-own cache).
+(what residuals run straightest over), `drift` (how well Hold knows its drift), `noise` (what it drifts under
+schedulers that add noise) and `comfyui` (the nodes beside ComfyUI's own cache).
 """
 
 from __future__ import annotations
@@ -283,14 +283,29 @@ def drift_table(names: list[str]) -> str:
     for model, told in drift.judged(read(names)).items():
         within = sorted(told["within"])
         middle = within[len(within) // 2]
-        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off']:.1f}", f"{told['off_90']:.1f}"]
-        rows.append([f"`{model}`", *map(str, cells)])
+        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off_50']:.1f}", f"{told['off_90']:.1f}"]
+        rows.append([model if model == "all" else f"`{model}`", *map(str, cells)])
     header = ["rank correlation", "within a setting, median", "least", "median error, dB", "of nine in ten, dB"]
     return markdown(["model", "pictures", *header], rows)
 
 
 def comfyui_table(names: list[str]) -> str:
     return comfyui.table(read(names))
+
+
+def noise_table(names: list[str]) -> str:
+    """What Hold drifts, beside as many steps of the same scheduler as it ran in full."""
+    rows = []
+    for record in read(names):
+        hold = record["hold"]
+        how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
+        figures = [record[name][figure] for name in ("held", "fewer_steps") for figure in ("mse", "grain")]
+        means = [sum(each) / len(each) for each in figures]
+        cells = [f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.0f}", f"{means[3]:.2f}"]
+        what = [record["scheduler"], hold["what"], how, f"{record['kinds']['full']} of {record['steps']}"]
+        rows.append([f"`{record['model']}`", *what, *cells])
+    header = ["model", "scheduler", "held", "how", "full steps", "MSE", "grain", "fewer steps: MSE", "grain"]
+    return markdown(header, rows)
 
 
 KINDS = {
@@ -312,6 +327,7 @@ KINDS = {
     "coordinates": coordinates_table,
     "drift": drift_table,
     "comfyui": comfyui_table,
+    "noise": noise_table,
 }
 
 

@@ -36,7 +36,7 @@ class Applied:
         family = family_of(denoiser)
         trial = try_sampler(sampler, guider, sigmas, extra_args)
         plan = hosted_plan(denoiser, family, self.techniques, lambda: trial.noisy)
-        if trial.noisy and way_out_of_noise(denoiser, family, plan):
+        if trial.noisy and way_out_of_noise(family, plan):
             raise TokenMergeError(_noisy(sampler_name(sampler), plan))
         follower = SigmaFollower(noise_levels(trial.sigmas, model.model_sampling), trial.gain)
         with hosted(denoiser, family, plan, follower) as told:

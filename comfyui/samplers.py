@@ -13,7 +13,7 @@ from comfy.model_sampling import CONST
 from torch import Tensor
 
 from tokenmerge.runtime.levels import levels_of
-from tokenmerge.runtime.noise import depends_on_chance, drawn
+from tokenmerge.runtime.noise import depends_on_chance, drawn_as
 
 # What a sampler fails with that wants more than the trial gives it.
 _UNFIT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -74,7 +74,7 @@ def try_sampler(sampler: Any, guider: Any, sigmas: Tensor, extra: dict[str, Any]
         noisy = depends_on_chance(lambda: run(_Model(guider, known)))
         plain, shifted = _Model(guider, known), _Model(guider, known, len(told) // 2, _SHIFT)
         for each in (plain, shifted):
-            drawn(partial(run, each))
+            drawn_as(0, partial(run, each))
     except _UNFIT as error:
         logging.debug("tokenmerge: %s cannot be tried (%s)", sampler_name(sampler), error)
         return Trial(told[:-1].tolist())

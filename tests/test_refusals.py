@@ -303,8 +303,8 @@ def test_todo_refuses_perturbed_attention_guidance() -> None:
     assert torch.equal(tiny.draw(perturbed, pag_scale=3.0), plain)
 
 
-def test_the_way_out_of_a_unet_without_transformer_blocks_under_noise_leads_out() -> None:
-    """As Kandinsky 2.2 has it: nothing to merge, and nothing to hold but its stages."""
+def test_the_ways_out_of_a_unet_without_transformer_blocks_under_noise_lead_out() -> None:
+    """As Kandinsky 2.2 has it: nothing to merge, and nothing to hold but its stages or its prediction."""
     unet = tiny.sd_unet(
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
@@ -312,13 +312,15 @@ def test_the_way_out_of_a_unet_without_transformer_blocks_under_noise_leads_out(
         block_out_channels=(8, 16),
     )
     pipe = tiny.build("sd", unet=unet, scheduler=DDPMScheduler())
-    for technique in (None, Hold(every=3), Hold(every=3, what="blocks"), Merge(), "toma", [Merge(), Hold(every=3)]):
-        with pytest.raises(
-            TokenMergeError, match=r"use \w*\(?what='stages'\)?, under a scheduler that adds no noise, such as DDIM"
-        ):
+    for technique in (Hold(every=3, what="blocks"), Merge(), "toma", [Merge(), Hold(every=3)]):
+        with pytest.raises(TokenMergeError, match=r"use \w*\(?what='(stages|prediction)'"):
             tokenmerge.apply(pipe, technique)
-    with pytest.raises(TokenMergeError, match=r"adds noise .* use a scheduler that adds none, such as DDIMScheduler"):
+    with pytest.raises(TokenMergeError, match=r"adds noise .* use Hold\(what='prediction'\)"):
         tokenmerge.apply(pipe, Hold(every=3, what="stages"))
+    for technique in (Hold(every=3, what="prediction"), Hold(every=3)):
+        tokenmerge.apply(pipe, technique)
+        assert tiny.draw(pipe, steps=8).isfinite().all()
+        assert tokenmerge.summary(pipe).steps["held"] > 0
     pipe.scheduler = tiny.ddim()
     tokenmerge.apply(pipe, Hold(every=3, what="stages"))
     assert tiny.draw(pipe, steps=8).isfinite().all()

@@ -997,7 +997,7 @@ _add(
 )
 _add(
     "cogvideox-5b",
-    # Its own scheduler adds noise, under which nothing is held.
+    # Its own scheduler adds noise, under which blocks are not held.
     lambda: _cogvideox(
         diffusers.CogVideoXDDIMScheduler(snr_shift_scale=1.0, **_COGVIDEOX_SCHEDULE),
         use_rotary_positional_embeddings=True,

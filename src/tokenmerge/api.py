@@ -22,6 +22,7 @@ from .families.calls import TokenGrid
 from .families.scales import latent_scales
 from .holding.controller import Holding
 from .holding.learning import LearnedRun, Learner
+from .holding.prediction import DenoiserSite, Predicting, not_predicted
 from .holding.sites import LearnedSite, check_holdable, install_holding, install_learned
 from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
@@ -30,11 +31,12 @@ from .planning import Drift, Plan, Summary, make_plan
 from .planning.plan import check_steps, timeline_of
 from .planning.tables import counted
 from .presets import resolve
-from .runtime.foreign import cache_hooks, leads_cache
+from .runtime.foreign import cache_hooks, leads_cache, shard_of
 from .runtime.installing import Installation
 from .runtime.levels import planned_levels
 from .runtime.noise import adds_noise
 from .runtime.observing import Observer
+from .runtime.prediction import form_of
 from .runtime.scheduler import Follower, scheduler_source
 from .runtime.state import APPLIED, Host, State
 from .runtime.timeline import Timeline
@@ -75,17 +77,24 @@ def apply(model: Model, technique: Asked = None, *, scheduler: Any = None, **fie
 
 def _checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
     """The plan for a denoiser; raises where it cannot be applied."""
-    plan_ = hosted_plan(denoiser, family_of(denoiser), techniques, partial(_adds_noise, scheduler))
+    predicts = partial(_predicts, scheduler)
+    plan_ = hosted_plan(denoiser, family_of(denoiser), techniques, partial(_adds_noise, scheduler), predicts)
     _check_scheduler(plan_, scheduler)
     return plan_
 
 
-def hosted_plan(denoiser: nn.Module, family: Family, techniques: Techniques, noisy: Callable[[], bool]) -> Plan:
+def hosted_plan(
+    denoiser: nn.Module,
+    family: Family,
+    techniques: Techniques,
+    noisy: Callable[[], bool],
+    predicts: Callable[[], bool] = lambda: False,
+) -> Plan:
     """The plan for a denoiser of any host; raises where it cannot be applied.
 
-    noisy: whether noise is added at steps.
+    noisy: whether noise is added at steps. predicts: whether clean predictions can be held.
     """
-    techniques = decided(family, techniques, noisy)
+    techniques = decided(denoiser, family, techniques, noisy, predicts)
     plan_ = make_plan(denoiser, family, techniques)
     check_holdable(denoiser, plan_.runs)
     caches = cache_hooks(denoiser)
@@ -154,13 +163,13 @@ def plan(
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()
-    techniques = decided(family, techniques, partial(_adds_noise, scheduler))
+    techniques = decided(denoiser, family, techniques, partial(_adds_noise, scheduler), partial(_predicts, scheduler))
     known_scale, known_frames = _known_scales(model, family)
     scale = vae_scale_factor or known_scale
     if min(height, width) < scale:
         raise TokenMergeError(f"{width}x{height} pixels are less than one {scale}-pixel latent; give a larger size")
     latents = latent_frames(family, frames, vae_scale_factor_temporal or known_frames)
-    call = family.plan_call(denoiser, height // scale, width // scale, latents)
+    call = family.plan_call(denoiser, height // scale, width // scale, latents)._replace(shard=shard_of(denoiser))
     if call.grids and not call.tokens:
         side = family.unit(denoiser, scale)
         raise TokenMergeError(f"{width}x{height} pixels are less than one token of {side}x{side}; give a larger size")
@@ -229,7 +238,11 @@ def _summary(denoiser: nn.Module) -> Summary:
 def _drift(known: _Applied) -> Drift | None:
     """Of the last image; None where nothing was held, or nothing that was held had a measured error."""
     drift = known.holding.drift if known.holding is not None else None
-    return Drift.of(drift, known.plan.family) if drift is not None and math.isfinite(drift) else None
+    if drift is None or not math.isfinite(drift):
+        return None
+    told = Drift.of(drift, known.plan.family)
+    # The figures are of residuals.
+    return told._replace(calibrated=False) if isinstance(known.holding, Predicting) else told
 
 
 def _held(plan_: Plan, installation: Installation) -> str:
@@ -262,7 +275,10 @@ class TokenMap:
 
 def token_maps(model: Any) -> list[TokenMap]:
     """The maps of a model that has run with merging, one for each group that has one, without reference images."""
-    known = vars(denoiser_of(model)).get(APPLIED)
+    denoiser = denoiser_of(model)
+    known = vars(denoiser).get(APPLIED)
+    if known is not None and known.merging is not None and shard_of(denoiser) is not None:
+        raise TokenMergeError("each process has the map of its own tokens alone; draw the picture in one process")
     maps = []
     for group in known.merging.groups if known is not None and known.merging is not None else ():
         if group.partition is None or group.slot is None or not group.has_maps:
@@ -281,18 +297,31 @@ def supported_models() -> dict[str, str]:
     return {family.denoiser.__name__: family.title for family in families()}
 
 
-def decided(family: Family, techniques: Techniques, noisy: Callable[[], bool]) -> Techniques:
-    """Techniques with what `auto` stands for: a UNet's stages, unless noise is added at steps, which only layers that
-    still run would see."""
+def decided(
+    denoiser: nn.Module,
+    family: Family,
+    techniques: Techniques,
+    noisy: Callable[[], bool],
+    predicts: Callable[[], bool],
+) -> Techniques:
+    """Techniques with what `auto` stands for: a UNet's stages, or blocks. Where noise is added at steps, which only
+    layers that still run would see, those of a UNet see it; elsewhere the clean prediction is held, if it is known."""
     hold = techniques.hold
     if hold is None or hold.what != "auto":
         return techniques
-    stages = family.stages is not None and not noisy()
-    return techniques._replace(hold=hold.replace(what="stages" if stages else "blocks"))
+    what = "blocks" if family.stages is None else "stages"
+    if noisy():
+        sees = family.stages is not None and bool(family.blocks(denoiser))
+        what = "blocks" if sees or not predicts() else "prediction"
+    return techniques._replace(hold=hold.replace(what=what))
 
 
 def _adds_noise(scheduler: Any) -> bool:
     return scheduler is not None and adds_noise(scheduler)
+
+
+def _predicts(scheduler: Any) -> bool:
+    return scheduler is not None and form_of(scheduler) is not None
 
 
 def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
@@ -306,17 +335,24 @@ def _check_scheduler(plan_: Plan, scheduler: Any) -> None:
                 f"{type(each).__name__}'s window of {each.window[0]} to {each.window[1]} needs to know how many steps "
                 "there are; apply to the pipeline, or give scheduler=..."
             )
+    if (
+        plan_.runs
+        and scheduler is not None
+        and not any(hasattr(scheduler, name) for name in ("timesteps", "set_timesteps"))
+    ):
+        raise TokenMergeError(
+            f"{type(scheduler).__name__} has no timesteps, by which Hold knows the steps; give the scheduler that "
+            "drives the denoiser, or apply a Merge"
+        )
+    if any(run.whole for run in plan_.runs) and (scheduler is None or form_of(scheduler) is None):
+        raise not_predicted(scheduler)
 
 
-def way_out_of_noise(denoiser: nn.Module, family: Family, plan_: Plan) -> str:
+def way_out_of_noise(family: Family, plan_: Plan) -> str:
     """What to do under a scheduler that adds noise, where nothing in a held step would see it; else nothing."""
-    if not plan_.runs:
+    if not plan_.runs or plan_.runs[0].whole or (family.stages is not None and not plan_.runs[0].stages):
         return ""
-    if family.stages is None:
-        return "use another scheduler" if family.unmergeable(denoiser) else "use another scheduler, or apply a Merge"
-    if not family.blocks(denoiser):
-        return "use a scheduler that adds none, such as DDIMScheduler"
-    return "use Hold(what='blocks'), or another scheduler" if plan_.runs[0].stages else ""
+    return "use Hold(what='prediction'), or another scheduler"
 
 
 # What is applied to one denoiser, without its maps and residuals, which would be kept for as long.
@@ -349,7 +385,7 @@ def _apply_plan(denoiser: nn.Module, plan_: Plan, scheduler_of: Callable[[], Any
     family = family_of(denoiser)
     acts = bool(plan_.merged_sites or plan_.runs)
     # Reads the scheduler, which may be anybody's, before anything is touched.
-    way_out = way_out_of_noise(denoiser, family, plan_)
+    way_out = way_out_of_noise(family, plan_)
     follower = Follower(_timeline(plan_), scheduler_of if acts else lambda: None, way_out)
     before = _known(denoiser)
     _remove(denoiser)
@@ -379,10 +415,13 @@ def _attach(denoiser: nn.Module, family: Family, plan_: Plan, follower: Host, sc
     """Put a plan on a denoiser that has none; if that fails, it is as it was."""
     merge = plan_.techniques.merge if plan_.merged_sites else None
     merging = Merging(merge, follower.clock) if merge is not None else None
-    holding = Holding(follower.clock) if plan_.runs else None
+    whole = any(run.whole for run in plan_.runs)
+    holding = (Predicting if whole else Holding)(follower.clock) if plan_.runs else None
     state = State(_timeline(plan_), follower, merging, holding)
     installation = Installation()
     try:
+        if isinstance(holding, Predicting) and isinstance(follower, Follower):
+            follower.predict(holding)
         if merging is not None or holding is not None:
             _install(denoiser, family, plan_, state, installation, merging, holding)
     except BaseException:
@@ -413,6 +452,8 @@ def _install(
     learner = None
     if holding is not None and any(run.generic for run in plan_.runs):
         learner = _learner(plan_, holding, installation)
+    elif isinstance(holding, Predicting):
+        installation.add(DenoiserSite(holding), denoiser)
     elif holding is not None:
         install_holding(plan_.runs, holding, installation)
     check = partial(check_holdable, runs=plan_.runs)
@@ -439,7 +480,7 @@ def _install(
         state,
         installation,
         check=partial(merging.check_call, family) if merging is not None else None,
-        held=[block.name for run in plan_.runs for block in run.blocks],
+        held=[block.name for run in plan_.runs if not run.whole for block in run.blocks],
         stages=any(run.stages for run in plan_.runs),
         check_held=check,
         watch=learner.watch if learner is not None else None,

@@ -25,7 +25,7 @@ UNMERGES = ("transpose", "pinv")
 SITES = ("component", "block")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
 BACKENDS = ("auto", "reference", "triton")
-HELD = ("auto", "blocks", "stages")
+HELD = ("auto", "blocks", "stages", "prediction")
 
 DEFAULT_REGION_COUNT = 64
 # That a generator takes everywhere.
@@ -252,8 +252,9 @@ class Hold(Technique):
         start: share of the noise that goes before holding begins; 0.2 with every, and with a tolerance 0: the first
             steps then run in full by what they show
         stop: share of the noise that goes before holding ends
-        what: what is held: transformer blocks (blocks), or all stages of a UNet with their convolutions (stages); auto
-            takes stages where they can be held
+        what: what is held: transformer blocks (blocks), all stages of a UNet with their convolutions (stages), or the
+            clean prediction of the whole denoiser (prediction). auto takes stages where they can be held; under
+            schedulers that add noise, blocks of a UNet, and elsewhere the prediction
     """
 
     NAME: ClassVar[str] = "hold"

@@ -40,12 +40,15 @@ def test_schedulers_that_a_plain_trial_cannot_step_add_noise(name: str) -> None:
     assert adds_noise(getattr(diffusers, name)())
 
 
-def test_cogvideox_is_not_held_under_a_scheduler_that_adds_noise() -> None:
+def test_cogvideox_holds_its_prediction_under_a_scheduler_that_adds_noise() -> None:
     """Its step takes the last prediction second, where others take the timestep."""
     pipe, _ = built("cogvideox-5b")
     pipe.scheduler = diffusers.CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
     with pytest.raises(TokenMergeError, match="CogVideoXDPMScheduler adds noise"):
-        tokenmerge.apply(pipe, HOLD)
+        tokenmerge.apply(pipe, HOLD.replace(what="blocks"))
+    tokenmerge.apply(pipe, HOLD)
+    zoo.draw(pipe, zoo.MODELS["cogvideox-5b"], steps=5)
+    assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 2}
     tokenmerge.apply(pipe, Merge())
     zoo.draw(pipe, zoo.MODELS["cogvideox-5b"], steps=4)
     assert tokenmerge.summary(pipe).steps == {"merged": 4}

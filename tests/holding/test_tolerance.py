@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ import torch
 import tiny
 import tokenmerge
 import tokenmerge_models
+import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.holding.errors import Errors, Measured, Reading
+from tokenmerge.runtime.levels import place_at
 from tokenmerge.runtime.state import APPLIED
+from tokenmerge.runtime.timeline import Kept
 
 KINDS = ("sdxl", "sd3", "flux")
 
@@ -88,6 +93,21 @@ def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
     assert measured.error == pytest.approx(by_sample, rel=1e-4)
 
 
+def test_drift_is_what_held_steps_were_off_by() -> None:
+    """By hand: errors grow with the distances from the two full steps before, and as noise falls."""
+    levels = [16.0, 9.0, 4.0, 1.0, 0.25]
+    place, errors = partial(place_at, total=5, levels=levels), Errors()
+    # Roots of the levels are 4, 3, 2, 1 and 0.5: a line through steps 0 and 1, an error at step 4.
+    calls = [Reading(torch.tensor(error)) for error in (1.0, 3.0)]
+    errors.measured.append(Measured(place(4), Kept(place(1), place(0)), calls))
+    at_the_full_step, shares = 2.5 * 3.5 / 0.5, (1 * 2 / 2, 2 * 3 / 1)
+    moves = [(math.sqrt(10) - math.sqrt(2)) / 2, (math.sqrt(5) - math.sqrt(1.25)) / 2]
+    expected = sum(3.0 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
+    assert errors.drift(place) == pytest.approx(expected)
+    errors.measured.append(Measured(place(4), Kept(place(3), place(2)), calls))
+    assert errors.drift(place) == pytest.approx(expected), "nothing was held there"
+
+
 def test_all_calls_of_a_step_do_the_same() -> None:
     guided = {"true_cfg_scale": 3.0, "negative_prompt_embeds": tiny.noise(1, 5, tiny.TEXT_WIDTH, seed=9)}
     guided["negative_pooled_prompt_embeds"] = tiny.noise(1, tiny.POOLED_WIDTH, seed=8)
@@ -96,6 +116,18 @@ def test_all_calls_of_a_step_do_the_same() -> None:
     assert kinds[::2] == kinds[1::2]
     assert "held" in kinds
     assert all(len(measured.calls) == 2 for measured in errors_of(pipe))
+
+
+@pytest.mark.parametrize("what", ["auto", "prediction"])
+def test_a_scheduler_without_timesteps_is_refused_at_once(what: str) -> None:
+    class Stepper:
+        def step(self, output: torch.Tensor, timestep: float, sample: torch.Tensor) -> torch.Tensor:
+            return sample - output
+
+    denoiser = denoiser_of(tiny.build("sd3"))
+    with pytest.raises(tokenmerge.TokenMergeError, match="Stepper has no timesteps"):
+        tokenmerge.apply(denoiser, Hold(what=what), scheduler=Stepper())
+    assert APPLIED not in vars(denoiser)
 
 
 def test_a_batch_goes_by_its_worst_picture() -> None:
@@ -109,9 +141,12 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
     assert together[-1] == pytest.approx(by_sample.max().item())
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
-def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0))
+@pytest.mark.parametrize(
+    ("nonsense", "what"),
+    [(math.nan, "stages"), (math.inf, "stages"), (math.nan, "prediction"), (math.inf, "prediction")],
+)
+def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float, what: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0, what=what))
     residual = type(vars(pipe.unet)[APPLIED].holding.runs[0]), 3
 
     def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
@@ -127,6 +162,31 @@ def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float) -> Non
     clean, _ = steps_of(pipe, steps=12)
     assert clean.isfinite().all(), "nothing of it is left in the next picture"
     assert "not finite" not in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("what", ["blocks", "prediction"])
+def test_a_tolerance_goes_with_parts_of_a_schedule_and_other_schedulers(what: str) -> None:
+    pipe = tokenmerge.apply(tiny.build("sd3-img2img"), Hold(tolerance=0.5, start=0.0, what=what))
+    for scheduler in (pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)):
+        pipe.scheduler = scheduler
+        first, kinds = steps_of(pipe, steps=12)
+        assert len(kinds) == 12
+        assert "held" in kinds[1:-1]
+        assert kinds[-1] == "full"
+        again, kinds_again = steps_of(pipe, steps=12)
+        assert torch.equal(first, again)
+        assert kinds == kinds_again
+
+
+@pytest.mark.parametrize("what", ["blocks", "prediction"])
+def test_a_tolerance_goes_with_video(what: str) -> None:
+    """In two calls a step."""
+    model = zoo.MODELS["wan2.1"]
+    pipe = tokenmerge.apply(model.build(), Hold(tolerance=0.5, start=0.0, what=what))
+    zoo.draw(pipe, model, steps=12)
+    steps = tokenmerge.summary(pipe).steps
+    assert steps["held"] >= 2
+    assert sum(steps.values()) == 12
 
 
 def test_a_bare_denoiser_counts_steps() -> None:
@@ -202,6 +262,24 @@ def test_a_summary_tells_how_far_a_picture_drifted(pipe: Any) -> None:
     estimates = [estimate for estimate, _ in found]
     assert estimates == sorted(estimates, reverse=True)
     assert all(abs(estimate - true) < 10 for estimate, true in found), found
+
+
+def test_a_callback_reads_how_far_a_picture_has_drifted_so_far() -> None:
+    pipe, told = tokenmerge.apply(tiny.build("sdxl"), Hold(every=2, start=0.0)), []
+
+    def read(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        told.append(tokenmerge.summary(pipe).drift)
+        return {}
+
+    picture, kinds = steps_of(pipe, steps=12, callback_on_step_end=read)
+    first = kinds.index("held")
+    known = [drift.psnr for drift in told[first:] if drift is not None]
+    assert known
+    assert None in told[first:], "not before a full step has shown it"
+    assert known == sorted(known, reverse=True), "it only grows"
+    assert tokenmerge.summary(pipe).drift == told[-1]
+    unread, _ = steps_of(pipe, steps=12)
+    assert torch.equal(picture, unread)
 
 
 def test_a_drift_that_was_never_compared_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenmerge import Merge, TokenMergeError
 from tokenmerge.config import Regions
-from tokenmerge.families.calls import DenoiserCall, TokenGrid
+from tokenmerge.families.calls import DenoiserCall, Shard, TokenGrid
 from tokenmerge.merging.controller import Merging
 from tokenmerge.merging.grid import (
     invert_order,
@@ -23,6 +23,7 @@ from tokenmerge.merging.grid import (
     nearest_divisor,
     partition_grids,
     region_size,
+    shard_partition,
     split_regions,
 )
 from tokenmerge.merging.groups import refresh
@@ -504,6 +505,37 @@ def test_no_region_holds_tokens_of_two_images_nor_of_frames_it_should_not(
     for order in (partition.order, partition.merge_order):
         places = in_regions(order, layout.tokens, layout.select_size)
         assert_regions_keep_apart(places, merging, technique.select_in)
+
+
+@settings(max_examples=400, deadline=None)
+@given(given_grids=sequences, spec=regions | deep_regions, ranks=st.integers(2, 4), even=st.booleans())
+def test_what_processes_have_of_regions_is_all_of_them(
+    given_grids: tuple[TokenGrid, ...], spec: str, ranks: int, even: bool
+) -> None:
+    partition = partition_grids(given_grids, Merge(regions=spec))
+    layout, tokens = partition.layout, sum(grid.count for grid in given_grids)
+    parts = [list(part) for part in torch.arange(tokens).tensor_split(ranks)]
+    owner = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
+    regions_of = in_regions(partition.order, layout.tokens, layout.select_size)
+    owners = owner[regions_of]
+    counts = owners[:, 0].bincount(minlength=ranks)
+    whole = bool((owners == owners[:, :1]).all())
+    fits = whole and bool(counts.min()) and (not even or counts.min() == counts.max())
+    shards = [Shard(rank, ranks, even, None) for rank in range(ranks)]
+    if not fits:
+        for shard in shards:
+            with pytest.raises(TokenMergeError, match="of the parts that processes have" if not whole else "of them"):
+                shard_partition(partition, shard)
+        return
+    found = []
+    for shard, part in zip(shards, parts, strict=True):
+        own = shard_partition(partition, shard)
+        assert own.layout.tokens + own.whole == len(part)
+        assert own.layout.select_size == layout.select_size
+        assert own.layout.merged * layout.tokens == layout.merged * own.layout.tokens
+        found.append(in_regions(own.order, own.layout.tokens, layout.select_size) + int(part[0]))
+        assert torch.equal(in_regions(own.merge_order, own.layout.tokens, layout.select_size) + int(part[0]), found[-1])
+    assert torch.equal(torch.cat(found).sort(0).values, regions_of.sort(0).values)
 
 
 @settings(max_examples=400, deadline=None)

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 
-from tokenmerge.runtime.levels import error_gain, even_levels, noise_levels, place_at, planned_levels
+from tokenmerge.runtime.levels import error_gain, even_levels, noise_levels, output_length, place_at, planned_levels
 
 KARRAS = {"use_karras_sigmas": True}
 # Sigma begins at 4096.
@@ -101,3 +101,18 @@ def test_levels_are_planned_as_they_will_be() -> None:
     assert planned_levels(dynamic, 12) is None, "its shift follows from the size of an image"
     assert planned_levels(diffusers.HeunDiscreteScheduler(), 12) is None
     assert planned_levels(None, 12) is None
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "changes", "squared"),
+    [
+        (diffusers.FlowMatchEulerDiscreteScheduler, {}, 2.0),
+        (diffusers.UniPCMultistepScheduler, FLOW, 2.0),
+        (diffusers.EulerDiscreteScheduler, {"prediction_type": "v_prediction"}, 1.0),
+        (diffusers.DDIMScheduler, {}, 1.0),
+    ],
+)
+def test_the_output_of_a_flow_is_noise_and_picture(scheduler: Any, changes: dict[str, Any], squared: float) -> None:
+    made = scheduler(**changes)
+    made.set_timesteps(10)
+    assert output_length(made) ** 2 == pytest.approx(squared)

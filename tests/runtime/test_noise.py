@@ -77,6 +77,8 @@ def test_schedulers_that_add_noise_are_known_by_trying(name: str, settings: dict
         ("EulerAncestralDiscrete", {"variance_type": "learned_range"}, True),
         ("FlowMatchHeunDiscrete", {"use_dynamic_shifting": True}, False),
         ("LCM", {"variance_type": "learned"}, True),
+        # It has flow matching make its schedule, which goes by this.
+        ("LTXEulerAncestralRF", {"use_dynamic_shifting": True}, True),
         ("SCM", {"use_dynamic_shifting": True}, True),
     ],
 )
@@ -155,7 +157,7 @@ def test_unets_hold_blocks_under_noise() -> None:
     assert tiny.draw(noisy, steps=12).isfinite().all()
     assert tokenmerge.summary(noisy).steps["held"] > 0
     # What was applied stays.
-    with pytest.raises(TokenMergeError, match=r"EulerAncestral\w+ adds noise .* use Hold\(what='blocks'\)"):
+    with pytest.raises(TokenMergeError, match=r"EulerAncestral\w+ adds noise .* use Hold\(what='prediction'\)"):
         tokenmerge.apply(noisy, Hold(every=3, what="stages"))
     assert held(noisy) == "blocks"
     tokenmerge.remove(noisy)
@@ -201,13 +203,15 @@ def prompt() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux"])
-def test_joint_attention_models_are_not_held_under_noise(kind: str) -> None:
+def test_joint_attention_models_hold_the_clean_prediction_under_noise(kind: str) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     pipe = tiny.build(kind, scheduler=scheduler)
     for techniques in ([Hold(every=3)], [Merge(), Hold(every=3)]):
-        with pytest.raises(TokenMergeError, match=r"adds noise .* use another scheduler, or apply a Merge"):
-            tokenmerge.apply(pipe, techniques)
-        assert tokenmerge.summary(pipe).plan is None
+        tokenmerge.apply(pipe, techniques)
+        assert held(pipe) == "prediction"
+        with pytest.raises(TokenMergeError, match=r"adds noise .* use Hold\(what='prediction'\), or another scheduler"):
+            tokenmerge.apply(pipe, Hold(every=3, what="blocks"))
+        assert held(pipe) == "prediction", "what was applied stays"
     # Where nothing is held, no noise is lost.
     for technique in (Merge(), Hold(every=1)):
         tokenmerge.apply(pipe, technique)

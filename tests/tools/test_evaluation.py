@@ -884,6 +884,21 @@ def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     assert [row.estimates["mse"].mean > 0 for row in results.rows[1:]] == [True, False, True]
 
 
+def test_what_hold_estimates_stands_beside_what_is_measured(tmp_path: Path) -> None:
+    model, techniques = str(save_sdxl(tmp_path / "sdxl")), ("hold:every=2,start=0", "hold:every=1")
+    given = {"model": model, "prompts": PROMPTS[:2], "techniques": techniques, "device": "cpu"}
+    results = evaluate(Task(**given, steps=8, size=(64, 64), metrics=("psnr",), repeats=0), tmp_path / "out")
+    assert results is not None
+    plain, held, whole = results.rows
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    told = [line["estimated_psnr"] for line in lines if line["label"] == techniques[0]]
+    assert len(told) == 2
+    assert held.estimated == pytest.approx(sum(told) / 2)
+    assert plain.estimated is None
+    assert whole.estimated is None, "nothing was held"
+    assert "| estimated PSNR |" in (tmp_path / "out" / "table.md").read_text()
+
+
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:
     """The plot of configurations that took so long and drifted so far; the first is the plain one."""
     made = read_configurations(labels)

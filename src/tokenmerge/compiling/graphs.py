@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import TokenMergeError, first_line
-from ..runtime.foreign import cache_hooks, casts_weights
+from ..runtime.foreign import cache_hooks, casts_weights, shard_of
 
 # Recordings kept for each denoiser: sizes of image times kinds of call. All share one pool of memory.
 _MAX_GRAPHS = 32
@@ -90,7 +90,7 @@ class GraphedForward:
         # A strong reference would keep a deleted model's weights until the garbage collector comes.
         self._model = weakref.ref(denoiser)
         self._applied = state
-        self._before = vars(denoiser).get("forward")
+        self.inner_forward = vars(denoiser).get("forward")
         self._pool: Any = None
         self._state: tuple[Any, ...] = ()
         self._obstacle = ""  # why nothing can be recorded as the model is now
@@ -115,8 +115,8 @@ class GraphedForward:
         return denoiser
 
     def _original(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
+        if self.inner_forward is not None:
+            return self.inner_forward(*args, **kwargs)
         return type(self._denoiser).forward(self._denoiser, *args, **kwargs)
 
     @property
@@ -131,10 +131,10 @@ class GraphedForward:
     def undo(self) -> None:
         if getattr(vars(self._denoiser).get("forward"), "__self__", None) is not self:
             raise TokenMergeError("the denoiser's forward was replaced after compile; undo that first, then uncompile")
-        if self._before is None:
+        if self.inner_forward is None:
             del self._denoiser.forward
         else:
-            self._denoiser.forward = self._before
+            self._denoiser.forward = self.inner_forward
         self._forget()
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -267,6 +267,8 @@ def _obstacle(denoiser: nn.Module) -> str:
         return f"a cache ({caches[0]}) decides by values what runs"
     if casts_weights(denoiser):
         return "layerwise casting makes new weights in every call"
+    if shard_of(denoiser) is not None:
+        return "processes that share a picture (context parallel) wait for each other in it"
     inner = (module for module in denoiser.modules() if module is not denoiser)
     if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
         return "a replay would not run the forward hooks of submodules"

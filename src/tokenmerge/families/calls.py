@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,21 @@ class TokenGrid:
         return frame if self.frames == 1 else f"{self.frames}x{frame}"
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The part of a sequence of tokens that this process has, where several draw one picture."""
+
+    rank: int
+    ranks: int
+    even: bool  # whether all parts must have the same number of tokens
+    group: Any = field(compare=False)  # the processes, as torch.distributed knows them
+
+    def bounds(self, tokens: int) -> list[int]:
+        """Where the parts begin, and where the last ends."""
+        size, more = divmod(tokens, self.ranks)
+        return [rank * size + min(rank, more) for rank in range(self.ranks + 1)]
+
+
 class DenoiserCall(NamedTuple):
     """What a family reads off the arguments of one denoiser call."""
 
@@ -48,6 +63,7 @@ class DenoiserCall(NamedTuple):
     apart: bool = False  # whether something acts between blocks
     # Of a host that joins conditions in one batch and splits them as it likes: what each equal part of it is.
     conditions: tuple[Hashable, ...] = ()
+    shard: Shard | None = None  # what blocks see of the tokens, if not all
 
     @property
     def tokens(self) -> int:
@@ -58,7 +74,7 @@ class DenoiserCall(NamedTuple):
     def size(self) -> tuple[Any, ...]:
         """What the tensors of a call depend on."""
         grids = self.grids or self.tokens
-        return self.batch, self.dtype, self.device, grids, self.text_tokens, self.shapes, self.apart
+        return self.batch, self.dtype, self.device, grids, self.text_tokens, self.shapes, self.apart, self.shard
 
     def parts(self, turn: int) -> list[tuple[Hashable, DenoiserCall]]:
         """What residuals are kept for, by a name that is the same in every step: each condition, or where a host tells

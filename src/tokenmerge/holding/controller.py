@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +59,7 @@ class Holding:
     def known(self, call: DenoiserCall) -> Kept | None:
         """What such a call of this image has shown so far, if all of its parts have shown the same steps."""
         self._drop_failed()
-        first, *others = (self._steps(part, each) for part, each in call.parts(self._clock.call))
+        first, *others = (self._steps(part, each) for part, each in self._parts(call))
         if not first or any(each != first for each in others):
             return None
         *before, last = map(self._clock.place, first)
@@ -68,6 +67,9 @@ class Holding:
         late = last.number if self._clock.step == first[-1] + 1 else last.number + 1
         held = tuple(map(self._clock.place, range(first[-1] + 1, self._clock.step)))
         return Kept(last, before[0] if before else None, self.errors.bend(late), held)
+
+    def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
+        return call.parts(self._clock.call)
 
     def _steps(self, part: Hashable, call: DenoiserCall) -> list[int]:
         """The kept steps of a part, in this image."""
@@ -83,7 +85,7 @@ class Holding:
             self.act = RUN
         for run in self.runs:
             run.entered, run.passed = None, None
-        parts = call.parts(self._clock.call)
+        parts = self._parts(call)
         if self.act == RUN:
             for part, each in parts:
                 # No slope across a step that ran and was not kept.
@@ -104,7 +106,7 @@ class Holding:
 
     def _point(self, call: DenoiserCall, distances: list[float]) -> None:
         """Every run at its residuals of a call."""
-        parts = call.parts(self._clock.call)
+        parts = self._parts(call)
         aheads = []
         for (part, _), distance in zip(parts, distances, strict=True):
             if (part, call.device) not in self._ahead:
@@ -122,7 +124,7 @@ class Holding:
         call, self._shown = self._shown, None
         if call is None or any(not run.serves(call) for run, _ in changes):
             return
-        parts = call.parts(self._clock.call)
+        parts = self._parts(call)
         self._point(call, [0.0] * len(parts))
         for run, change in changes:
             assert run.current is not None
@@ -139,13 +141,7 @@ class Holding:
                 run.passed = None
                 if run.current is not None:
                     run.current.leave_inference()
-            parts, step = self._pending
-            for number, kept in enumerate(parts):
-                if len(kept.steps) == 2 and not restart:
-                    before, last = map(self._clock.place, kept.steps)
-                    residuals = [run.current.parts[number] for run in self.runs if run.current is not None]
-                    self.errors.note(self._clock.place(step), Kept(last, before), residuals)
-                kept.steps = [step] if restart else [*kept.steps[-1:], step]
+            self._note(*self._pending, restart=restart)
         self._pending = None
         # Blocks that are called by themselves run.
         self.act = RUN
@@ -156,6 +152,15 @@ class Holding:
             for kept in self._pending[0]:
                 kept.steps.clear()
             self._pending = None
+
+    def _note(self, parts: list[_Call], step: int, *, restart: bool) -> None:
+        """A step of a call was kept: its error, and that a slope may be taken from it."""
+        for number, kept in enumerate(parts):
+            if len(kept.steps) == 2 and not restart:
+                before, last = map(self._clock.place, kept.steps)
+                residuals = [run.current.parts[number] for run in self.runs if run.current is not None]
+                self.errors.note(self._clock.place(step), Kept(last, before), residuals, kept.call.shard)
+            kept.steps = [step] if restart else [*kept.steps[-1:], step]
 
     def _distance(self, steps: list[int]) -> float:
         """Of this step from the last kept one, over that between the last two; 0 after one."""
@@ -169,13 +174,10 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted, by the errors of its kept steps; None where nothing was held. Between
-        kept steps errors add up; those of different ones have nothing in common."""
-        drifts = []
-        for each in self.errors.measured:
-            held = range(each.kept.last.number + 1, each.now.number)
-            drifts.append(each.drift([self._clock.place(number - self._clock.begin) for number in held]))
-        return math.hypot(*drifts) or None
+        """How far the last image has drifted, or this one so far, by the errors of its kept steps; None where nothing
+        was held."""
+        drift = self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
+        return None if drift is None else drift * self._clock.length
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +186,7 @@ class Holding:
 
     # What recordings of a call must know.
 
-    def kind(self) -> Hashable:
+    def kind(self) -> Hashable | None:
         return tuple(id(run.current) for run in self.runs)
 
     def owners(self) -> list[Residual | Joined | None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..families.calls import Shard
 from ..runtime.levels import Place
 from ..runtime.timeline import Kept, bend_of
 from .residuals import Residual
@@ -20,7 +21,7 @@ class Measured:
 
     now: Place
     kept: Kept
-    calls: list[_Reading] = field(default_factory=list)
+    calls: list[Reading] = field(default_factory=list)
 
     @property
     def error(self) -> float:
@@ -50,12 +51,16 @@ class Errors:
     def begin_image(self) -> None:
         self.measured = []
 
-    def note(self, now: Place, kept: Kept, residuals: Sequence[Residual]) -> None:
+    def note(self, now: Place, kept: Kept, residuals: Sequence[Residual], shard: Shard | None = None) -> None:
         """At the end of a call that was kept: its error over all runs of blocks, by the worst sample."""
         if not self.measured or self.measured[-1].now.number != now.number:
             self.measured.append(Measured(now, kept))
-        off, length = torch.stack([residual.squares for residual in residuals]).sum(0)
-        self.measured[-1].calls.append(_Reading((off / length).max().sqrt()))
+        squares = torch.stack([residual.squares for residual in residuals]).sum(0)
+        if shard is not None:
+            # Of all tokens, so that every process decides as one would that had them all.
+            torch.distributed.all_reduce(squares, group=shard.group)
+        off, length = squares
+        self.measured[-1].calls.append(Reading((off / length).max().sqrt()))
 
     def bend(self, before: int) -> float | None:
         """What the last error before a step told of how much residuals bend; None if there was none."""
@@ -64,13 +69,22 @@ class Errors:
             return self.assumed
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
+    def drift(self, place: Callable[[int], Place]) -> float | None:
+        """How far the picture drifted, over what the model gives out; None where nothing was held. Between kept steps
+        errors add up; those of different ones have nothing in common. place: of a step, by its number."""
+        drifts = []
+        for each in self.measured:
+            held = range(each.kept.last.number + 1, each.now.number)
+            drifts.append(each.drift([place(number) for number in held]))
+        return math.hypot(*drifts) or None
+
     @property
     def nonsense(self) -> int:
         """How many errors were not finite."""
         return sum(not math.isfinite(each.error) for each in self.measured)
 
 
-class _Reading:
+class Reading:
     """A number on its way from the device."""
 
     def __init__(self, number: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..errors import TokenMergeError
 from ..families.base import Block
+from ..runtime.installing import Placement, Site
 
 # Where an argument stands: its position, or its name.
 Key = int | str
@@ -167,31 +168,27 @@ class Recorder(TorchDispatchMode):
             # Compiled code would not show its tensors.
             module._compiled_call_impl = None
 
-        def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._inside:
-                # What is compiled by itself inside of a block would not run in a mode.
-                self.__exit__(None, None, None)
-                self._enter(block, args, kwargs)
-            self._inside += 1
-
-        def left(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._inside -= 1
-            if not self._inside:
-                self._leave(output)
-                self.__enter__()
-
-        handles = [
-            module.register_forward_pre_hook(entered, with_kwargs=True),
-            module.register_forward_hook(left),
-        ]
+        placement = Placement(module, "", [_WatchedSite(self, block)])
 
         def undo() -> None:
             if compiled is not None:
                 module._compiled_call_impl = compiled
-            for handle in handles:
-                handle.remove()
+            placement.undo()
 
         self._undo.append(undo)
+
+    def entered(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._inside:
+            # What is compiled by itself inside of a block would not run in a mode.
+            self.__exit__(None, None, None)
+            self._enter(block, args, kwargs)
+        self._inside += 1
+
+    def left(self, output: Any) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._leave(output)
+            self.__enter__()
 
     def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: dict[Key, Any] = dict([*enumerate(args), *kwargs.items()])
@@ -308,6 +305,20 @@ class Recorder(TorchDispatchMode):
             for owner in seen.reads
             if id(owner) in inner and held.get(id(seen)) != held[id(owner)] and not owner.leaks
         ]
+
+
+class _WatchedSite(Site):
+    """A block whose calls are recorded, where a site will see them that holds it."""
+
+    def __init__(self, recorder: Recorder, block: Block) -> None:
+        self._recorder = recorder
+        self._block = block
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        self._recorder.entered(self._block, args, kwargs)
+        output = self.original(*args, **kwargs)
+        self._recorder.left(output)
+        return output
 
 
 def _state(tensor: Tensor) -> int | Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TokenMergeError
-from ..families.base import Block, Family, Ports
+from ..families.base import Block, BlockKind, Family, Ports
 from ..runtime.foreign import cache_hooks, offloaded_with
 from ..runtime.installing import Installation, Site
 from .controller import KEEP, RUN, Holding
@@ -26,22 +26,22 @@ class HeldRun:
 
     blocks: tuple[Block, ...]
     stages: bool = False
+    whole: bool = False  # the denoiser itself
     generic: bool = False  # candidates: the first call shows which of them follow each other
 
 
 def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, ...]:
     """What is held in a denoiser: all stages as one run, or runs of blocks with nothing between them."""
     name = type(denoiser).__name__
+    if what == "prediction":
+        return (HeldRun((Block("clean prediction", denoiser, BlockKind(Ports()), "denoiser"),), whole=True),)
     if what == "stages":
         if family.stages is None:
             raise TokenMergeError(f"what='stages' holds the stages of a UNet, and {name} has none; use what='blocks'")
         return (HeldRun(tuple(family.stages(denoiser)), stages=True),)
     blocks = family.blocks(denoiser)
     if not blocks:
-        raise TokenMergeError(
-            f"{name} has no transformer blocks to hold; use what='stages', under a scheduler that adds no noise, such "
-            "as DDIMScheduler"
-        )
+        raise TokenMergeError(f"{name} has no transformer blocks to hold; use what='stages', or what='prediction'")
     if family.learned:
         return (HeldRun(tuple(blocks), generic=True),)
     runs: list[list[Block]] = []
@@ -95,7 +95,8 @@ def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
             f"a cache ({name}) skips steps, and so does Hold; use one of both: call disable_cache(), or apply a Merge"
         )
     held = {block.module for run in runs if not run.generic for block in run.blocks}
-    for block in (block for run in runs for block in run.blocks):
+    # Where the whole denoiser is left out, nothing moves.
+    for block in (block for run in runs if not run.whole for block in run.blocks):
         # Of candidates nobody knows yet which will be held.
         if any(other is not block.module and other not in held for other in offloaded_with(block.module)):
             raise TokenMergeError(

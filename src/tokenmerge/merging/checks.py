@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import Merge
 from ..errors import TokenMergeError
-from ..runtime.foreign import INNER_CACHES, cache_hooks
+from ..runtime.foreign import INNER_CACHES, cache_hooks, shard_of
 from .methods import method_for
 from .places import MergePlace
 
@@ -22,7 +22,15 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
                 f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
                 "use FirstBlockCache or MagCache, call disable_cache(), or remove first"
             )
-    if not method_for(technique).KEYS_VALUES:
+    method = method_for(technique)
+    shard = shard_of(denoiser)
+    if shard is not None and not method.splits(method.settle(technique)):
+        raise TokenMergeError(
+            f"context parallel shares the tokens of a picture out among {shard.ranks} processes, and this Merge needs "
+            "them together; use method='toma', tiles or stripes for regions and merge_regions, and no random "
+            "selection, or use Hold"
+        )
+    if not method.KEYS_VALUES:
         return
     processors = {type(getattr(module, "processor", None)).__name__ for module in denoiser.modules()}
     if any(name.startswith("Fused") for name in processors):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..config import Merge, Regions
 from ..errors import TokenMergeError
-from ..families.calls import TokenGrid
+from ..families.calls import Shard, TokenGrid
 
 # A tile may be at most this much longer or shorter than wished before a ragged one of the right shape is better.
 _MAX_STRETCH = 2.0
@@ -186,6 +186,39 @@ def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition
         )
     description = f"{description}, merged in {layout.merge_regions} {merge_how}"
     return Partition(layout, nested, nested, description, grids, whole)
+
+
+def shard_partition(partition: Partition, shard: Shard) -> Partition:
+    """What one process has of a partition, in the numbers of its own tokens. No region may have tokens of two."""
+    layout = partition.layout
+    bounds = shard.bounds(layout.tokens + partition.whole)
+    begin, end = bounds[shard.rank : shard.rank + 2]
+    told = f"{partition.description} on the {_named(partition.grids)} token grid"
+
+    def own(order: Tensor | None, size: int) -> tuple[Tensor | None, int]:
+        """The order of its regions, and how many there are."""
+        regions = (torch.arange(layout.tokens) if order is None else order).view(-1, size)
+        owners = torch.bucketize(regions, torch.tensor(bounds[1:-1]), right=True)
+        if not bool((owners == owners[:, :1]).all()):
+            raise TokenMergeError(
+                f"{told}: some lie in two of the parts that processes have of it, which begin at tokens "
+                f"{', '.join(map(str, bounds[:-1]))}; use smaller regions, such as 'stripe', or another size of "
+                "picture, or Hold"
+            )
+        counts = owners[:, 0].bincount(minlength=shard.ranks)
+        if not counts.min() or (shard.even and counts.min() != counts.max()):
+            raise TokenMergeError(
+                f"{told}: processes have {', '.join(map(str, counts.tolist()))} of them, and must have "
+                f"{'as many each' if shard.even else 'one or more'}; use Hold"
+            )
+        mine = regions[owners[:, 0] == shard.rank] - begin
+        return None if order is None else mine.flatten(), len(mine)
+
+    select, count = own(partition.order, layout.select_size)
+    merge, _ = own(partition.merge_order, layout.merge_size)
+    layout = replace(layout, tokens=count * layout.select_size)
+    description = f"{partition.description}, {count} in this process"
+    return Partition(layout, select, merge, description, partition.grids, end - begin - layout.tokens)
 
 
 def _named(grids: tuple[TokenGrid, ...]) -> str:

@@ -15,7 +15,7 @@ from ..config import Merge
 from ..families.calls import DenoiserCall, TokenGrid
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import ALWAYS, Timeline
-from .grid import Partition
+from .grid import Partition, shard_partition
 from .mergemap import MapSpace
 from .methods import Given, Method
 from .ops import backend_for
@@ -75,14 +75,14 @@ class MergeGroup:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
-        self.partition = self._partition_on(call.device)
+        self.partition = self._partition_for(call)
         made = self._enter_slot(part, call, self.partition).history.made_for(part, image)
         self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
         self._gathered.clear()
 
     def _enter_slot(self, part: Hashable, call: DenoiserCall, partition: Partition) -> Slot:
         """Point `slot` at the tensors of a size, holding the maps of one call of the step."""
-        key = (call.batch, self.grids, call.dtype, call.device)
+        key = (call.batch, self.grids, call.shard, call.dtype, call.device)
         if key not in self._slots:
             self._make_room()
             self._slots[key] = self._allocate(partition, MapSpace(call.batch, self.shared, call.dtype, call.device))
@@ -100,7 +100,7 @@ class MergeGroup:
                 break
             del self._slots[key]
         # Recorded graphs read the partitions of sizes that still have a slot.
-        kept = {(grids, device) for _, grids, _, device in self._slots}
+        kept = {(grids, shard, device) for _, grids, shard, _, device in self._slots}
         self._partitions = {key: partition for key, partition in self._partitions.items() if key in kept}
 
     def _allocate(self, partition: Partition, space: MapSpace) -> Slot:
@@ -110,10 +110,13 @@ class MergeGroup:
             merge_map = self._method.empty_map(partition.layout, ops, self._technique, space)
             return Slot(merge_map, torch.empty(partition.whole, 0, device=space.device))
 
-    def _partition_on(self, device: torch.device) -> Partition:
-        key = (self.grids, device)
+    def _partition_for(self, call: DenoiserCall) -> Partition:
+        key = (self.grids, call.shard, call.device)
         if key not in self._partitions:
-            self._partitions[key] = self._method.partition(self.grids, self._technique).to(device)
+            partition = self._method.partition(self.grids, self._technique)
+            if call.shard is not None:
+                partition = shard_partition(partition, call.shard)
+            self._partitions[key] = partition.to(call.device)
         return self._partitions[key]
 
     def note(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config import Merge
 from ..families.base import Block
 from ..families.calls import DenoiserCall, TokenGrid, grids_at_level
-from ..merging.grid import Layout
+from ..merging.grid import Layout, shard_partition
 from ..merging.methods import method_for
 from ..merging.places import MergePlace
 
@@ -62,6 +62,9 @@ def _group(
     method = method_for(technique)
     settled = method.settle(technique)
     partition = method.partition((grid,), settled)
+    if call.shard is not None:
+        # Raises where processes cannot share it. Costs are those of the whole picture.
+        shard_partition(partition, call.shard)
     layout = partition.layout
     blocks = len({place.block.name for place in places})
     saved = spent = 0.0

@@ -110,7 +110,8 @@ class Plan:
             noun = "stage" if any(run.stages for run in self.runs) else "block"
             among = "among " if any(run.generic for run in self.runs) else ""
             how = f"every {hold.every}" if hold.every is not None else f"within {hold.tolerance:g}"
-            told.append(f"hold {how}, {among}{counted(blocks, noun)}")
+            what = "the clean prediction" if any(run.whole for run in self.runs) else counted(blocks, noun)
+            told.append(f"hold {how}, {among}{what}")
         return "; ".join(told) or "nothing is applied"
 
     def _table(self) -> str:

@@ -19,6 +19,7 @@ class Clock:
         self.begin = 0  # where in the schedule this image begins (img2img)
         self._levels: list[float] = []  # of noise to signal, by step of the schedule, where they are known
         self._gain = 1.0  # by which the solver magnifies errors
+        self.length = 1.0  # of what the model gives out, over that of noise
         self._timestep: float | None = None
 
     @property
@@ -34,10 +35,12 @@ class Clock:
         """Whether all steps of the schedule lie behind."""
         return self.total is not None and self.begin + self.step >= self.total
 
-    def start_image(self, total: int | None, levels: list[float] | None = None, gain: float = 1.0) -> None:
+    def start_image(
+        self, total: int | None, levels: list[float] | None = None, gain: float = 1.0, length: float = 1.0
+    ) -> None:
         self.image += 1
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
-        self._levels, self._gain = levels or [], gain
+        self._levels, self._gain, self.length = levels or [], gain, length
 
     def correct_levels(self, levels: list[float]) -> None:
         """The schedule is another than was told when the image began."""

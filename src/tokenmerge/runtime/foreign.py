@@ -1,10 +1,13 @@
-"""What others have put on a model: caches and offload of diffusers, wrapped forwards."""
+"""What others have put on a model: caches, offload and context parallel of diffusers, wrapped forwards."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from ..families.calls import Shard
 
 # Hooks of diffusers' caches that see whole blocks from outside, and so all tokens; and of those that store what is
 # inside, where tokens are merged.
@@ -16,6 +19,8 @@ _GROUP_OFFLOAD = "group_offloading"
 _CASTING = "layerwise_casting"
 # On a denoiser whose blocks group offload tracks in one call, to know what to bring next.
 _TRACKING = "lazy_prefetch_group_offloading"
+# Share tokens out among processes, and gather them.
+SHARDING = ("cp_input", "cp_output")
 
 
 def cache_hooks(denoiser: nn.Module) -> list[str]:
@@ -51,6 +56,16 @@ def is_tracked(denoiser: nn.Module) -> bool:
 def casts_weights(denoiser: nn.Module) -> bool:
     """Whether weights are kept in another dtype than that in which layers compute."""
     return any(_CASTING in _hooks(module) for module in denoiser.modules())
+
+
+def shard_of(denoiser: nn.Module) -> Shard | None:
+    """The part of all tokens that this process has, under diffusers' context parallel."""
+    config: Any = getattr(getattr(denoiser, "_parallel_config", None), "context_parallel_config", None)
+    if config is None:
+        return None
+    uneven = any(getattr(config, name, False) for name in ("ulysses_anything", "ring_anything"))
+    group = config._flattened_mesh.get_group()
+    return Shard(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), not uneven, group)
 
 
 def runs_as_made(module: nn.Module) -> bool:

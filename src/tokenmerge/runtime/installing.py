@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from ..errors import TokenMergeError
-from .foreign import is_inside_offload
+from .foreign import SHARDING, is_inside_offload
 
 # Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for each thing that its
 # step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
 # tiles that fit and that do not, for batches of one and of more, and for blocks that are given other strides.
 _GRAPHS = 64
+# Where CUDA graphs of a whole denoiser keep the forward that they stand in for.
+_INNER = "inner_forward"
 
 
 class Uncopied:
@@ -81,12 +83,14 @@ class Placement:
 
     def _place(self) -> None:
         self._module = self.block.get_submodule(self._path)
-        self._before = vars(self._module).get("forward")
+        # Inside of what shares tokens out among processes: all blocks then see those of their own.
+        sharding = [(holder, "forward") for name, holder in _hooks(self._module) if name.startswith(SHARDING)]
+        holder, key = (*sharding, _graphed(self._module) or (vars(self._module), "forward"))[0]
+        self._before = holder.get(key)
         forward: Any = self._before
         for site in self.sites:
             forward = site.stand_on(self._module, forward)
-        self._forward = forward
-        self._module.forward = forward
+        self._forward = holder[key] = forward
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         return [(holder, key) for holder, key in _forward_holders(self._module) if holder.get(key) is self._forward]
@@ -96,7 +100,7 @@ class Placement:
         theirs restores an older forward. A technique must not stop in silence. Group offload goes inside of what
         holds."""
         replaced = self.block.get_submodule(self._path) is not self._module
-        if replaced or self._moves_for_nothing or not (self._places() or self._is_wrapped()):
+        if replaced or self._moves_for_nothing or not (self._places() or self._wrappers() is not None):
             self.undo()
             # A wrapper that does not tell what it wraps may still lead to the old sites, which would then act twice.
             lost, self.sites = self.sites, [site.twin() for site in self.sites]
@@ -110,24 +114,29 @@ class Placement:
         taken again."""
         if self._module._forward_hooks or self._module._forward_pre_hooks:
             return True
-        elsewhere = vars(self._module).get("forward") is not self._forward and self._is_wrapped()
-        return elsewhere and not self._moves_for_nothing
+        return any(not name.startswith(SHARDING) for name in self._wrappers() or ()) and not self._moves_for_nothing
 
     @property
     def _moves_for_nothing(self) -> bool:
         """Whether group offload, put around the sites, would move the weights of a module that does not run."""
         return self.sites[-1].holds and is_inside_offload(self._module, self._forward)
 
-    def _is_wrapped(self) -> bool:
-        """Whether a forward of somebody else's still leads here."""
-        forward = vars(self._module).get("forward")
+    def _wrappers(self) -> list[str] | None:
+        """What stands around the sites: the names of diffusers' hooks, and "" for others; None if nothing that is
+        called leads here."""
+        forward, hooks, names = vars(self._module).get("forward"), _hooks(self._module), []
         while forward is not None and forward is not self._forward:
-            forward = getattr(forward, "__wrapped__", None)
-        return forward is not None
+            # A hook that was removed from among others is still in the `__wrapped__` of those around it.
+            hooked = hooks and getattr(getattr(forward, "func", None), "__module__", "") == "diffusers.hooks.hooks"
+            name, holder = hooks.pop() if hooked else ("", {})
+            names.append(name)
+            inside = holder.get("original_forward") or holder.get("forward")
+            forward = inside if hooked else getattr(forward, "__wrapped__", None)
+        return None if forward is None else names
 
     def undo(self) -> None:
         for holder, key in self._places():
-            if self._before is not None:
+            if self._before is not None or key == _INNER:
                 holder[key] = self._before
             elif holder is vars(self._module) and key == "forward":
                 del holder[key]
@@ -233,11 +242,28 @@ def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
+def _graphed(module: nn.Module) -> tuple[dict[str, Any], str] | None:
+    """Where CUDA graphs of a whole module keep its forward. Sites go inside: what is left out is not recorded."""
+    graphs = getattr(vars(module).get("forward"), "__self__", None)
+    return (vars(graphs), _INNER) if graphs is not None and _INNER in vars(graphs) else None
+
+
 def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Every place that may hold a forward: the instance, accelerate's hook over it, and diffusers' hooks over it."""
     yield vars(module), "forward"
     yield vars(module), "_old_forward"
+    graphed = _graphed(module)
+    if graphed is not None:
+        yield graphed
+    for _, holder in _hooks(module):
+        yield holder, "forward"
+        yield holder, "original_forward"
+
+
+def _hooks(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """diffusers' hooks around a module's forward, from the innermost: their names, and what holds the forward inside
+    of each."""
     registry = vars(module).get("_diffusers_hook")
-    for reference in registry._fn_refs if registry is not None else ():
-        yield vars(reference), "forward"
-        yield vars(reference), "original_forward"
+    if registry is None:
+        return []
+    return [(name, vars(inside)) for name, inside in zip(registry._hook_order, registry._fn_refs, strict=True)]

@@ -59,32 +59,40 @@ def even_levels(total: int) -> list[float]:
 def noise_levels(scheduler: Any) -> list[float] | None:
     """The ratio of noise to signal at every timestep; None where a scheduler does not tell."""
     timesteps, sigmas = getattr(scheduler, "timesteps", None), getattr(scheduler, "sigmas", None)
+    ratios: list[float] | None
     if timesteps is None or not len(timesteps):
         return None
+    if _config(scheduler).get("prediction_type") == "trigflow":
+        # Its times are angles between signal and noise. The last is an end, and no step.
+        return [max(math.tan(min(angle, math.atan(_MOST))), _LEAST) for angle in timesteps.tolist()]
     if isinstance(sigmas, Tensor) and len(sigmas) >= len(timesteps):
         known = sigmas.tolist()[: len(timesteps)]
-        config = getattr(scheduler, "config", None) or {}
-        flows = config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(known) <= 1.0
-        if flows and config.get("invert_sigmas"):
-            known = [1.0 - sigma for sigma in known]
-        return levels_of(known, flows=flows, data=config.get("sigma_data", 1.0))
-    ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
-    return None if ratios is None else _within(ratios)
+        ratios = _of_sigmas(known, _config(scheduler))
+    else:
+        ratios = _of_alphas(timesteps, getattr(scheduler, "alphas_cumprod", None))
+    return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
 
 
-def levels_of(sigmas: Sequence[float], *, flows: bool, data: float = 1.0) -> list[float]:
-    """The same of sigmas. A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a
-    signal of `data`."""
-    return _within([sigma / max(1.0 - sigma, _LEAST) if flows else sigma / data for sigma in sigmas])
-
-
-def _within(ratios: list[float]) -> list[float]:
-    return [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+def sample_levels(scheduler: Any) -> list[float] | None:
+    """The same of the samples that a model is given, which need not fall: some solvers of second order look ahead, to
+    between two of their sigmas, and beyond the next one."""
+    if hasattr(scheduler, "sigmas_interpol") or hasattr(scheduler, "mid_point_sigma"):
+        ratios = _of_alphas(scheduler.timesteps, scheduler.alphas_cumprod)
+        return None if ratios is None else [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+    return noise_levels(scheduler)
 
 
 def error_gain(scheduler: Any) -> float:
     """By how much a solver magnifies errors: those of second order step ahead by half of the last change as well."""
-    return 1.5 if (getattr(scheduler, "config", None) or {}).get("solver_order", 1) > 1 else 1.0
+    return 1.5 if _config(scheduler).get("solver_order", 1) > 1 else 1.0
+
+
+def output_length(scheduler: Any) -> float:
+    """How long a model's output is, over noise alone: that of a flow is noise without the picture, which are alike."""
+    sigmas, config = getattr(scheduler, "sigmas", None), getattr(scheduler, "config", None) or {}
+    if not isinstance(sigmas, Tensor) or not len(sigmas):
+        return 1.0
+    return math.sqrt(2.0) if _flows(sigmas.tolist(), config) else 1.0
 
 
 def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
@@ -100,12 +108,35 @@ def planned_levels(scheduler: Any, steps: int) -> list[float] | None:
     return noise_levels(trial) if len(trial.timesteps) == steps else None
 
 
+def _of_sigmas(sigmas: list[float], config: Any) -> list[float]:
+    """A flow mixes `sigma` of noise with the rest of signal; others add `sigma` of noise to a signal of 1."""
+    flows = _flows(sigmas, config)
+    noise = [1.0 - sigma for sigma in sigmas] if flows and config.get("invert_sigmas") else sigmas
+    return levels_of(noise, flows=flows, data=config.get("sigma_data", 1.0))
+
+
+def levels_of(sigmas: Sequence[float], *, flows: bool, data: float = 1.0) -> list[float]:
+    """The same of the sigmas of any host."""
+    ratios = [sigma / max(1.0 - sigma, _LEAST) if flows else sigma / data for sigma in sigmas]
+    return [min(max(ratio, _LEAST), _MOST) for ratio in ratios]
+
+
+def _flows(sigmas: list[float], config: Any) -> bool:
+    return bool(config.get("prediction_type", "flow_prediction") == "flow_prediction" and max(sigmas) <= 1.0)
+
+
 def _of_alphas(timesteps: Any, alphas: Any) -> list[float] | None:
-    """The noise that a model was trained with at each of its timesteps."""
+    """The noise that a model was trained with at each of its timesteps. Between two of them its logarithm is even, as
+    schedulers take it."""
     if not isinstance(alphas, Tensor) or not isinstance(timesteps, Tensor):
         return None
-    places = timesteps.long().cpu()
-    if int(places.min()) < 0 or int(places.max()) >= len(alphas):
+    places = timesteps.double().cpu()
+    if float(places.min()) < 0 or float(places.max()) > len(alphas) - 1:
         return None
-    signal = alphas.cpu().double()[places].clamp(min=_MOST**-2)
-    return ((1.0 - signal) / signal).sqrt().tolist()
+    signal = alphas.cpu().double().clamp(min=_MOST**-2)
+    logarithm = ((1.0 - signal) / signal).log() / 2
+    return logarithm[places.floor().long()].lerp(logarithm[places.ceil().long()], places.frac()).exp().tolist()
+
+
+def _config(scheduler: Any) -> Any:
+    return getattr(scheduler, "config", None) or {}

@@ -14,11 +14,14 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """Is told of a call after it, with its arguments."""
+    """Is told of a call after it, with its arguments, and of a step before it as well."""
 
     def timesteps_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
     def begin_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
+
+    def stepping(self, scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Before a step: the arguments to give it."""
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
@@ -39,6 +42,9 @@ class _Heard:
         functools.update_wrapper(self, self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.method == "step":
+            for listener in tuple(self.listeners):
+                args, kwargs = listener.stepping(self._scheduler(), args, kwargs)
         result = self._original(*args, **kwargs)
         for listener in tuple(self.listeners):
             getattr(listener, _EVENTS[self.method])(self._scheduler(), *args, **kwargs)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import TokenMergeError
 from ..families.base import Family
-from .foreign import is_tracked, runs_as_made
+from .foreign import is_tracked, runs_as_made, shard_of
 from .installing import Installation, Uncopied
 from .state import State
 from .timeline import HELD
@@ -50,7 +50,7 @@ class Observer(Uncopied):
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self._family.read(denoiser, args, kwargs)
+        call = self._family.read(denoiser, args, kwargs)._replace(shard=shard_of(denoiser))
         if self._tracked:
             self._installation.follow()
         self._tracked = is_tracked(denoiser)

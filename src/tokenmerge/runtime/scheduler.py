@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,23 @@ from torch import Tensor, nn
 from ..errors import TokenMergeError
 from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS, Clock
-from .levels import error_gain, noise_levels
+from .levels import error_gain, noise_levels, output_length, sample_levels
 from .listening import listen
 from .noise import adds_noise
 from .timeline import Timeline
 
 # Of a scheduler's step: how much noise it adds, where it adds none by itself.
 _NOISE_ARGUMENTS = ("eta", "s_churn")
+
+
+class Predictor(Protocol):
+    """Keeps what full steps give to a scheduler, and gives it that of held ones."""
+
+    def follow(self, scheduler: Any) -> None:
+        """See how samples of a scheduler are made; raises where that cannot be told."""
+
+    def step(self, output: Tensor, sample: Tensor, level: float) -> Tensor:
+        """The output to step with."""
 
 
 class Follower:
@@ -35,12 +45,21 @@ class Follower:
         self._timestep: Tensor | None = None  # of the first call of the step
         self._place: int | None = None  # of that timestep among the scheduler's, where it is known
         self._stepped: Any = None  # the timestep that the scheduler stepped from last
+        self._predictor: Predictor | None = None
+        self._sample_levels: list[float] = []  # for it
+        self._predicted: Any = None  # the timestep of its last step
         self._inside = False  # whether a call has begun and not ended: one that fails does not
         try:
             self.follow()
         except BaseException:
             self.close()
             raise
+
+    def predict(self, predictor: Predictor) -> None:
+        """From now on let `predictor` see and change what the scheduler is given."""
+        predictor.follow(self._followed())
+        self._predictor = predictor
+        self._sample_levels = sample_levels(self._followed()) or []
 
     @property
     def waits(self) -> bool:
@@ -76,6 +95,8 @@ class Follower:
             return
         if self._way_out_of_noise and adds_noise(scheduler):
             raise self._noisy(scheduler)
+        if self._predictor is not None:
+            self._predictor.follow(scheduler)
         self.close()
         self._followed = weakref.ref(scheduler)
         self._stop_listening = listen(scheduler, self)
@@ -92,19 +113,44 @@ class Follower:
     # What a scheduler was told.
 
     def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        self._place, self._stepped = None, None
+        self._place, self._stepped, self._predicted = None, None, None
         timesteps = getattr(scheduler, "timesteps", None)
         total = None if timesteps is None else len(timesteps)
         # Some schedulers keep sigmas on the device, for which reading them waits.
         levels = noise_levels(scheduler) if self._timeline.hold is not None else None
-        self.clock.start_image(total, levels, error_gain(scheduler))
+        self.clock.start_image(total, levels, error_gain(scheduler), output_length(scheduler))
+        if self._predictor is not None:
+            self._sample_levels = sample_levels(scheduler) or []
 
     def begin_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self.clock.begin = scheduler.begin_index or 0
 
+    def stepping(self, scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = _given(scheduler, arguments, named)
+        timestep = given.get("timestep")
+        if self._predictor is None or self.clock.call < 0:
+            if _is_same(timestep, self._predicted):
+                raise TokenMergeError(
+                    f"{type(scheduler).__name__} was stepped twice after one call; what is held is one clean "
+                    "prediction: draw one picture at a time, use another what, or remove first"
+                )
+            return arguments, named
+        place = _place_in(scheduler.timesteps, timestep, 0) if isinstance(timestep, Tensor) else None
+        place = self.clock.begin + self.clock.step if place is None else place
+        if place >= len(self._sample_levels) or given.get("per_token_timesteps") is not None:
+            raise TokenMergeError(
+                f"{type(scheduler).__name__} tells no one level of noise at this step, without which no clean "
+                "prediction can be held; use another what, or a Merge"
+            )
+        self._predicted = timestep
+        output = self._predictor.step(given["model_output"], given["sample"], self._sample_levels[place])
+        if "model_output" in named:
+            return arguments, {**named, "model_output": output}
+        first = list(given).index("model_output")
+        return (*arguments[:first], output, *arguments[first + 1 :]), named
+
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
-        names = inspect.signature(scheduler.step).parameters
-        given = {**dict(zip(names, arguments, strict=False)), **named}
+        given = _given(scheduler, arguments, named)
         # Most take it second, also where a wrapper of somebody's own hides the names.
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
         # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
@@ -177,6 +223,15 @@ class Follower:
             f"{type(scheduler).__name__} adds noise at its steps; held steps would leave it in the picture: "
             f"{self._way_out_of_noise}"
         )
+
+
+def _given(scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a scheduler's step, by name."""
+    names = list(inspect.signature(scheduler.step).parameters)
+    if "model_output" not in names:
+        # A wrapper of somebody's own hides them.
+        names = list(inspect.signature(type(scheduler).step).parameters)[1:]
+    return {**dict(zip(names, arguments, strict=False)), **named}
 
 
 def scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:

@@ -83,7 +83,7 @@ class Holding(Protocol):
     def learning(self) -> bool:
         """Whether this call shows what can be held."""
 
-    def kind(self) -> Hashable: ...
+    def kind(self) -> Hashable | None: ...
 
     def owners(self) -> list[Any]: ...
 
@@ -203,7 +203,10 @@ class State(Uncopied):
                 return None
             parts.append(merged)
         if self.holding is not None and (self.step.keeps or self.step.kind == HELD):
-            parts.append(self.holding.kind())
+            held = self.holding.kind()
+            if held is None:
+                return None
+            parts.append(held)
         return tuple(parts)
 
     def done(self) -> Any:

@@ -55,6 +55,10 @@ class Method(ABC, Generic[Map]):
 
     # What follows is given a settled technique.
 
+    def splits(self, technique: Merge) -> bool:
+        """Whether a part of all regions merges as it would with the others, so that processes can share a picture."""
+        return False
+
     def needs_host(self, technique: Merge) -> bool:
         """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
         record."""
@@ -91,6 +95,9 @@ class LinearMethod(Method[MergeMap]):
     @abstractmethod
     def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
         """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region; both have rows of sum 1."""
+
+    def splits(self, technique: Merge) -> bool:
+        return "whole" not in (technique.select_in.kind, technique.merge_in.kind)
 
     def making(self, layout: Layout, width: int, technique: Merge) -> float:
         """Multiplications of selection and weights, spread over their intervals."""

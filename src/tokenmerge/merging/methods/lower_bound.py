@@ -16,6 +16,9 @@ class LowerBound(LinearMethod):
     def needs_host(self, technique: Merge) -> bool:
         return True
 
+    def splits(self, technique: Merge) -> bool:
+        return False
+
     def select(self, given: Given) -> Tensor:
         """Evenly spaced destinations, so that rotary tables have something to follow."""
         layout = given.partition.layout

@@ -20,6 +20,10 @@ class Toma(LinearMethod):
         # No capture holds the solver behind the pseudo-inverse.
         return technique.selection in ("random", "stochastic") or technique.unmerge == "pinv"
 
+    def splits(self, technique: Merge) -> bool:
+        # Random numbers are drawn for all regions in turn.
+        return super().splits(technique) and technique.selection not in ("random", "stochastic")
+
     def select(self, given: Given) -> Tensor:
         """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""
         layout, technique = given.partition.layout, given.technique

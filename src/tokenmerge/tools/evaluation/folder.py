@@ -7,7 +7,7 @@ features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
 sets/CONFIG.json              metrics of sets
 kinds/CONFIG.json             how many steps of a picture were full, merged, held or skipped
-work/CONFIG/SAMPLE.json       operations of the denoiser in one picture
+work/CONFIG/SAMPLE.json       operations of the denoiser in one picture, and the PSNR that Hold estimates of it
 calibration.json              what the mag cache decides by
 timing/CONFIG/LAP.json        seconds and memory of one timed batch
 metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end

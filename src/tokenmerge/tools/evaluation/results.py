@@ -14,6 +14,9 @@ from ..typed import Configuration
 from .folder import Folder, Sample, read_json
 from .yardstick import best_distance, fine_metrics, fine_name
 
+# The PSNR to the plain picture that Hold's own errors tell, in all files.
+ESTIMATED = "estimated_psnr"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,6 +27,7 @@ class Row:
     timing: dict[str, Any] | None
     kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
     operations: float | None = None  # of the denoiser in a picture, where they could be counted
+    estimated: float | None = None  # the PSNR to the plain pictures that Hold's own errors tell
 
     @property
     def seconds(self) -> float | None:
@@ -42,6 +46,7 @@ class Row:
             "timing": self.timing,
             "kinds": self.kinds,
             "operations": self.operations,
+            ESTIMATED: self.estimated,
         }
 
 
@@ -122,6 +127,8 @@ def gather(
         for sample in samples:
             path = folder.values(configuration, sample)
             kept = read_json(path) if path.is_file() else {}
+            work = _work(folder, configuration, sample)
+            kept |= {name: value for name, value in work.items() if name == ESTIMATED}
             values[configuration.label, sample] = {name: float(value) for name, value in kept.items()}
         rows.append(_row(folder, settings, metrics, configuration, samples, values))
     return Results(folder, settings, choice, tuple(rows), tuple(samples), values)
@@ -149,10 +156,19 @@ def _row(
         asked = [metric.name for metric in metrics if metric.kind == "set" and metric.name in known]
         estimates |= {name: Estimate(float(known[name])) for name in asked}
     kinds = read_json(folder.kinds(configuration)) if folder.kinds(configuration).is_file() else {}
-    paths = [folder.work(configuration, sample) for sample in samples]
-    counted = all(path.is_file() for path in paths)
-    operations = fmean(read_json(path)["operations"] for path in paths) if counted else None
-    return Row(configuration, estimates, _timing(folder, configuration, settings["repeats"]), kinds, operations)
+    timing = _timing(folder, configuration, settings["repeats"])
+    work = [_work(folder, configuration, sample) for sample in samples]
+    operations, estimated = (
+        fmean(each[name] for each in work) if all(name in each for each in work) else None
+        for name in ("operations", ESTIMATED)
+    )
+    return Row(configuration, estimates, timing, kinds, operations, estimated)
+
+
+def _work(folder: Folder, configuration: Configuration, sample: Sample) -> dict[str, Any]:
+    """What a picture told while it was made."""
+    path = folder.work(configuration, sample)
+    return read_json(path) if path.is_file() else {}
 
 
 def _timing(folder: Folder, configuration: Configuration, repeats: int) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ from .pairs import list_pictures
 from .plots import check_plots
 from .processes import Processes
 from .report import write_report
-from .results import Results, gather
+from .results import ESTIMATED, Results, gather
 from .yardstick import FINER, fine_metrics, fine_name, fine_pictures, measured_by
 
 Item = TypeVar("Item")
@@ -215,19 +215,23 @@ class Evaluation:
         self._studio.restore()
 
     def _make(self, configuration: Configuration, sample: Sample) -> None:
-        kinds = self.folder.kinds(configuration)
+        work, kinds = self.folder.work(configuration, sample), self.folder.kinds(configuration)
+        known: dict[str, float] = {}
         if self._studio.way:
             # Replayed and compiled work cannot be counted.
             picture = self._draw(sample)
         else:
             with counted_calls(denoiser_of(self._studio.pipe)) as counter:
                 picture = self._draw(sample)
-            work = self.folder.work(configuration, sample)
-            if not work.is_file():
-                write_text(work, to_json({"operations": counter.operations}))
+            known["operations"] = counter.operations
+        told = api.summary(self._studio.pipe)
+        if told.drift is not None:
+            known[ESTIMATED] = told.drift.psnr
         # Before the picture, which says that nothing is left to do.
+        if known and not work.is_file():
+            write_text(work, to_json(known))
         if not kinds.is_file():
-            write_text(kinds, to_json(api.summary(self._studio.pipe).steps))
+            write_text(kinds, to_json(told.steps))
         save_picture(picture, self.folder.image(configuration, sample))
 
     @property

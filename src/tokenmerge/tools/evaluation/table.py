@@ -10,7 +10,7 @@ from ..compiling import warm_ups
 from ..drawing.comparison import saves_nothing
 from ..quality.metrics import BY_NAME, Metric
 from ..quality.statistics import Estimate
-from .results import Results
+from .results import ESTIMATED, Results
 
 # By what --compile came to.
 _COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
@@ -95,6 +95,8 @@ def _circumstances(results: Results) -> list[str]:
             "Work is the operations of the denoiser in a picture, beside the plain model's: products, convolutions "
             "and attention. Maps of merging are not counted."
         )
+    if any(row.estimated for row in results.rows):
+        lines.append("The estimated PSNR is what Hold tells of its own errors, without the plain pictures.")
     if results.distance:
         lines.append(
             f"The second yardstick is the plain picture with {results.reference_steps} steps. The plain picture's own "
@@ -117,6 +119,8 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
         arrow = "↑" if metric.higher_is_better else "↓"
         header.append(f"{metric.title} {arrow}" if arrows else metric.title)
     header += [_SHARE] if results.distance else []
+    estimated = any(row.estimated for row in results.rows)
+    header += ["estimated PSNR"] if estimated else []
     rows = []
     for row in results.rows:
         line = [row.configuration.label]
@@ -128,7 +132,8 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
         if memory:
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
         line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
-        rows.append(line + ([_percent(results.shares(row).get(results.distance))] if results.distance else []))
+        line += [_percent(results.shares(row).get(results.distance))] if results.distance else []
+        rows.append(line + ([f"{row.estimated:.1f}" if row.estimated else ""] if estimated else []))
     return header, rows
 
 
@@ -148,12 +153,12 @@ def comma_separated(results: Results) -> str:
     times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
     distances = list(dict.fromkeys(name for row in results.rows for name in results.shares(row)))
     shares = [f"{name}_share" for name in distances]
-    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", *names, *shares])
+    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", ESTIMATED, *names, *shares])
     for row in results.rows:
         timing = row.timing or {}
         line = [row.configuration.label, row.seconds, results.speed_up(row)]
         line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
-        line.append(results.work(row))
+        line += [results.work(row), row.estimated]
         for metric in results.metrics:
             value = row.estimates.get(metric.name)
             line += [value.mean, value.interval] if value else [None, None]

@@ -1,0 +1,144 @@
+"""Several processes for one picture, by diffusers' context parallel: two of them, over gloo (`tests/shards.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shards
+
+Outcomes = list[dict[str, Any]]
+# Pictures of one process and of two differ by as much.
+ROUNDING = 2e-6
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What all cases came to, in both processes."""
+    folder = tmp_path_factory.mktemp("shards")
+    # Of torch, which names functions that diffusers calls.
+    command = [sys.executable, "-W", "ignore::FutureWarning", str(Path(shards.__file__))]
+    processes = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=900) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture
+def both(outcomes: Outcomes, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What one case came to, in both."""
+    found = [outcome[request.param] for outcome in outcomes]
+    for each in found:
+        assert "failed" not in each, each["failed"]
+    return found
+
+
+def of_case(*functions: Any) -> pytest.MarkDecorator:
+    names = [name for name, case in shards.CASES.items() if getattr(case, "func", case) in functions]
+    assert names
+    return pytest.mark.parametrize("both", names, indirect=True)
+
+
+@of_case(shards.picture)
+def test_pictures_equal_those_of_one_process(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["off"] < ROUNDING
+        assert each["steps"] == each["alone"]["steps"]
+        assert sum(each["steps"].values()) == shards.STEPS
+
+
+@of_case(shards.picture)
+def test_processes_decide_alike_and_as_one_would(both: list[dict[str, Any]]) -> None:
+    one, other = both
+    assert one["errors"] == other["errors"]
+    assert one["drift"] == other["drift"]
+    assert one["errors"] == pytest.approx(one["alone"]["errors"], rel=1e-5)
+    assert one["drift"] == pytest.approx(one["alone"]["drift"], rel=1e-5)
+
+
+@of_case(shards.picture)
+def test_each_process_keeps_residuals_of_its_own_tokens(both: list[dict[str, Any]]) -> None:
+    assert sum(each["bytes"] for each in both) == both[0]["alone"]["bytes"]
+
+
+def test_some_steps_were_held_by_a_tolerance(outcomes: Outcomes) -> None:
+    for name, case in shards.CASES.items():
+        if isinstance(case, partial) and case.func is shards.picture and "hold" in case.args:
+            assert outcomes[0][name]["steps"]["held"] >= 2
+            assert len(outcomes[0][name]["errors"]) >= 3
+
+
+@of_case(shards.without_a_table)
+def test_without_a_table_the_same_is_held(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["off"] < ROUNDING
+        assert "3 of 3 blocks" in each["told"]
+        assert each["told"] == each["alone"]
+
+
+@of_case(shards.nonsense)
+def test_nonsense_in_one_process_is_seen_by_both(both: list[dict[str, Any]]) -> None:
+    one, other = both
+    assert one == other
+    assert one["nonsense"] == 1
+    assert "held" in one["kinds"]
+    assert one["kinds"][-2:] == ["full", "full"]
+
+
+@of_case(shards.refused)
+def test_what_needs_all_tokens_is_refused_and_leaves_nothing(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        for error in each["errors"].values():
+            assert error.startswith("context parallel shares the tokens of a picture out among 2 processes")
+            assert error.endswith("or use Hold")
+        assert each["same"]
+        assert each["off"] == 0.0
+
+
+@of_case(shards.refused_after)
+def test_it_is_refused_too_where_it_was_applied_before(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["error"].startswith("context parallel shares the tokens of a picture out among 2 processes")
+        assert each["off"] < ROUNDING
+
+
+@of_case(shards.straddling)
+def test_regions_that_lie_in_two_parts_are_refused(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["error"].startswith("16 tiles of 16x1 on the 16x16 token grid: some lie in two of the parts")
+        assert "which begin at tokens 0, 128; use smaller regions" in each["error"]
+        assert each["planned"] == each["error"]
+        assert each["off"] == 0.0
+
+
+@of_case(shards.removed)
+def test_remove_is_exact(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each == {"same": True, "changed": True, "equal": True}
+
+
+@of_case(shards.summed_up)
+def test_what_is_told_is_true(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["grid"] == "16x16"
+        assert each["tokens"] == "128 -> 64"
+        assert each["regions"] == "64 tiles of 2x2, 32 in this process"
+        assert each["planned"] == 128
+        assert "each process has the map of its own tokens alone" in each["maps"]
+
+
+@of_case(shards.compiled)
+def test_blocks_are_compiled_once(both: list[dict[str, Any]]) -> None:
+    for each in both:
+        assert each["off"] < ROUNDING
+        assert each["graphs"] > 0
+        assert each["again"] == 0

@@ -1,0 +1,302 @@
+"""One of two processes that draw pictures together, over gloo on CPUs: `python tests/shards.py RANK FOLDER`.
+
+It runs all of `CASES`, and writes what each came to into FOLDER/RANK.json. Processes start once for all of them, since
+that takes longer than most cases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+import tiny
+import tokenmerge
+import traces
+import zoo
+from denoisers import DENOISERS
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.api import token_maps
+from tokenmerge.runtime.state import APPLIED
+
+STEPS = 8
+TECHNIQUES: dict[str, list[Merge | Hold]] = {
+    "plain": [Hold(every=1)],
+    "hold": [Hold(tolerance=0.5)],
+    "merge": [Merge(regions="tile:2x2")],
+    "stripes": [Merge(regions="stripe:10")],
+    "both": [Merge(regions="tile:2x2"), Hold(every=2, start=0.0)],
+}
+CONFIGS: dict[str, Callable[[], ContextParallelConfig]] = {
+    "ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
+    "ring": lambda: ContextParallelConfig(ring_degree=2),
+    "uneven": lambda: ContextParallelConfig(ulysses_degree=2, ulysses_anything=True),
+}
+# What needs all tokens in one process.
+TOGETHER: dict[str, Any] = {
+    "whole": Merge(regions="whole"),
+    "merged in the whole": Merge(merge_regions="whole"),
+    "random": Merge(method="random"),
+    "stochastic": Merge(selection="stochastic"),
+    "tomesd": "tomesd",
+    "lower-bound": "lower-bound",
+}
+
+
+def build(name: str) -> Any:
+    return tiny.build(name) if name in tiny.KINDS else zoo.MODELS[name].build()
+
+
+def draw(pipe: Any, name: str, size: tuple[int, int] | None = None, text: int = 6, **options: Any) -> Tensor:
+    if size is not None:
+        options["size"] = size
+    if name in tiny.KINDS:
+        prompt = tiny.noise(1, text, tiny.TEXT_WIDTH, seed=1)
+        return tiny.draw(pipe, steps=STEPS, prompt_embeds=prompt, **options)
+    return zoo.draw(pipe, zoo.MODELS[name], steps=STEPS, text=text, negative_text=text, **options)
+
+
+def off(picture: Tensor, expected: Tensor) -> float:
+    """How far it is from the expected one."""
+    return ((picture - expected).abs().max() / expected.abs().max()).item()
+
+
+def share(pipe: Any, config: str) -> None:
+    """Share its pictures out among both processes."""
+    if config == "ring":
+        # Rings need attention that gives its normalizer out, too.
+        pipe.transformer.set_attention_backend("_native_flash")
+    pipe.transformer.enable_parallelism(config=CONFIGS[config]())
+
+
+def told(pipe: Any) -> dict[str, Any]:
+    """What Hold has decided in the last picture, and from what."""
+    state = vars(pipe.transformer)[APPLIED].state
+    measured = state.holding.errors.measured if state.holding is not None else []
+    return {
+        "steps": dict(state.steps),
+        "errors": [each.error for each in measured],
+        "drift": (state.holding.drift if state.holding is not None else None) or 0.0,
+        "bytes": tokenmerge.summary(pipe).residual_bytes,
+    }
+
+
+@cache
+def alone(name: str, technique: str, **options: Any) -> tuple[Tensor, dict[str, Any]]:
+    """A picture of one process, and what Hold decided."""
+    pipe = tokenmerge.apply(build(name), TECHNIQUES[technique])
+    return draw(pipe, name, **options), told(pipe)
+
+
+def picture(name: str, technique: str, config: str, order: str, **options: Any) -> dict[str, Any]:
+    """How far a picture of both is from that of one."""
+    expected, known = alone(name, technique, **options)
+    pipe = build(name)
+    if order == "before":
+        share(pipe, config)
+    tokenmerge.apply(pipe, TECHNIQUES[technique])
+    if order == "after":
+        share(pipe, config)
+    return {"off": off(draw(pipe, name, **options), expected), "alone": known, **told(pipe)}
+
+
+def without_a_table(name: str, order: str) -> dict[str, Any]:
+    def held(share_at: str) -> tuple[Tensor, str]:
+        denoiser, scheduler = DENOISERS[name].build(), FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(STEPS)
+        if share_at == "before":
+            denoiser.enable_parallelism(config=CONFIGS["ulysses"]())
+        tokenmerge.apply(denoiser, Hold(every=2, start=0.0), scheduler=scheduler)
+        if share_at == "after":
+            denoiser.enable_parallelism(config=CONFIGS["ulysses"]())
+        outputs = []
+        for step, time in enumerate(scheduler.timesteps):
+            outputs += DENOISERS[name].call(denoiser, step, batch=1)
+            scheduler.step(torch.zeros(1), time, torch.zeros(1))
+        return torch.stack(outputs), str(tokenmerge.summary(denoiser))
+
+    (expected, before), (drawn, after) = held("never"), held(order)
+    return {"off": off(drawn, expected), "alone": before, "told": after}
+
+
+def nonsense() -> dict[str, Any]:
+    """One process alone has NaN among its residuals."""
+    pipe, kinds = tokenmerge.apply(build("flux"), Hold(tolerance=10.0, start=0.0)), []
+    share(pipe, "ulysses")
+    known = vars(pipe.transformer)[APPLIED]
+    pipe.transformer.register_forward_pre_hook(lambda *_: kinds.append(known.state.step.kind))
+
+    def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 3 and dist.get_rank() == 1:
+            known.holding.runs[0].current.streams[0].value.fill_(torch.nan)
+        return {}
+
+    draw(pipe, "flux", callback_on_step_end=spoil)
+    return {"kinds": kinds, "nonsense": tokenmerge.summary(pipe).nonsense}
+
+
+def refused() -> dict[str, Any]:
+    """What is said, and whether anything is left behind."""
+    pipe = build("flux")
+    share(pipe, "ulysses")
+    plain, before = draw(pipe, "flux"), left_on(pipe)
+    messages = {name: error_of(partial(tokenmerge.apply, pipe, technique)) for name, technique in TOGETHER.items()}
+    return {"errors": messages, "same": traces.same(before, left_on(pipe)), "off": off(draw(pipe, "flux"), plain)}
+
+
+def refused_after() -> dict[str, Any]:
+    """The same where a technique was applied before tokens were shared out."""
+    pipe = tokenmerge.apply(build("flux"), TOGETHER["whole"])
+    share(pipe, "ulysses")
+    message = error_of(lambda: draw(pipe, "flux"))
+    return {"error": message, "off": off(draw(tokenmerge.remove(pipe), "flux"), alone("flux", "plain")[0])}
+
+
+def straddling() -> dict[str, Any]:
+    """Regions that lie in both parts, and one that fits after."""
+    pipe = build("flux")
+    share(pipe, "ulysses")
+    plain = draw(pipe, "flux")
+    technique = Merge(regions="tile:16x1")
+    tokenmerge.apply(pipe, technique)
+    message = error_of(lambda: draw(pipe, "flux"))
+    planned = error_of(lambda: tokenmerge.plan(pipe, technique, height=64, width=64))
+    tokenmerge.remove(pipe)
+    return {"error": message, "planned": planned, "off": off(draw(pipe, "flux"), plain)}
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except TokenMergeError as error:
+        return str(error)
+    return ""
+
+
+def removed(name: str) -> dict[str, Any]:
+    """Whether `remove` leaves everything as it was, hooks of diffusers included."""
+    pipe = build(name)
+    share(pipe, "ulysses")
+    plain, before = draw(pipe, name), left_on(pipe)
+    tokenmerge.apply(pipe, TECHNIQUES["both"])
+    changed = draw(pipe, name)
+    tokenmerge.remove(pipe)
+    same = traces.same(before, left_on(pipe))
+    return {"same": same, "changed": not torch.equal(plain, changed), "equal": torch.equal(plain, draw(pipe, name))}
+
+
+def left_on(pipe: Any) -> dict[str, Any]:
+    """All attributes of the denoiser, and what diffusers' hooks hold. A picture changes the scheduler."""
+    found = {name: value for name, value in traces.attributes(pipe).items() if name != "scheduler"}
+    for name, module in pipe.transformer.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        for number, reference in enumerate(registry._fn_refs if registry is not None else ()):
+            found[f"{name} {number}"] = dict(vars(reference))
+    return found
+
+
+def summed_up() -> dict[str, Any]:
+    """What is told of a picture, and what cannot be."""
+    pipe = build("flux")
+    share(pipe, "ulysses")
+    tokenmerge.apply(pipe, TECHNIQUES["both"])
+    draw(pipe, "flux")
+    group = tokenmerge.summary(pipe).groups[0]
+    plan = tokenmerge.plan(pipe, TECHNIQUES["both"], height=64, width=64)
+    maps = error_of(lambda: token_maps(pipe))
+    return {
+        **{key: group[key] for key in ("grid", "tokens", "regions")},
+        "planned": plan.groups[0].merged,
+        "maps": maps,
+    }
+
+
+def compiled() -> dict[str, Any]:
+    """Blocks in one graph each, none of which is compiled again for a second picture."""
+    pipe = tokenmerge.apply(build("flux"), TECHNIQUES["both"])
+    expected = draw(pipe, "flux")
+    share(pipe, "ulysses")
+    for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
+        # Inductor takes longer, and what it makes does not depend on who shares tokens.
+        block.compile(fullgraph=True, backend="eager")
+    draw(pipe, "flux")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    distance = off(draw(pipe, "flux"), expected)
+    again = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    return {"off": distance, "graphs": graphs, "again": again}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+for _name, _techniques in {"flux": ("hold", "merge", "both"), "qwen": ("hold", "both")}.items():
+    for _technique in _techniques:
+        for _config, _order in (("ulysses", "before"), ("ulysses", "after"), ("ring", "before")):
+            CASES[f"{_name}, {_technique}, {_config}, {_order}"] = partial(picture, _name, _technique, _config, _order)
+for _name, _technique in (
+    ("flux2-dev", "both"),
+    ("wan2.1", "both"),
+    ("wan2.2-ti2v-image", "both"),
+    # References lie in the second part.
+    ("qwen-edit-plus", "hold"),
+    ("qwen-edit-plus", "stripes"),
+):
+    CASES[f"{_name}, {_technique}, ulysses, before"] = partial(picture, _name, _technique, "ulysses", "before")
+# 7x5 tokens, and five tokens of text.
+CASES["flux, hold, uneven, before"] = partial(picture, "flux", "hold", "uneven", "before", size=(28, 20), text=5)
+CASES["qwen, hold, uneven, after"] = partial(picture, "qwen", "hold", "uneven", "after", size=(40, 56), text=5)
+CASES["flux, both, uneven, before"] = partial(picture, "flux", "both", "uneven", "before", text=5)
+for _order in ("before", "after"):
+    CASES[f"without a table, {_order}"] = partial(without_a_table, "ChronoEditTransformer3DModel", _order)
+# The first block of Qwen-Image has a hook that shares tokens out.
+CASES["removed"] = partial(removed, "qwen")
+CASES |= {"refused": refused, "refused after": refused_after, "straddling": straddling, "nonsense": nonsense}
+CASES |= {"summed up": summed_up, "compiled": compiled}
+
+
+def gather_sizes(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
+    """As NCCL gathers tensors of different sizes, which gloo does not."""
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        dist.broadcast(output, group=group, group_src=rank)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
+    """The operator that diffusers calls on GPUs, by the one for CPUs."""
+    named.pop("return_debug_mask", None)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *given[:2], **named)
+    nothing = torch.zeros((), dtype=torch.int64)
+    return output, lse, nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    diffusers.utils.logging.set_verbosity_error()
+    # diffusers divides by the number of accelerators, of which a CPU has none.
+    torch.accelerator.device_count = lambda: 1
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    dist.all_gather = gather_sizes
+    # Flash attention, which rings need, has another name on CPUs.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash_attention, "CPU")
+    results = {}
+    for name, case in CASES.items():
+        try:
+            results[name] = case()
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+        (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
