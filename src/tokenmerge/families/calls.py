@@ -62,6 +62,7 @@ class DenoiserCall(NamedTuple):
     shapes: Hashable = ()  # of all arguments, where no table tells what counts
     apart: bool = False  # whether something acts between blocks
     shard: Shard | None = None  # what blocks see of the tokens, if not all
+    trains: bool = False  # whether it is one of training, which is a picture by itself
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from ..families.base import Family
 from ..families.calls import DenoiserCall, grids_at_level, grids_of_ids
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import HELD, MERGED, Step
-from .groups import MergeGroup
+from .groups import MergeGroup, Past
 from .methods import Method
 
 
@@ -99,6 +99,16 @@ class Merging:
 
     def close(self) -> None:
         self.acts = False
+
+    def past(self) -> list[Past] | None:
+        """What this call does, for when a backward pass runs its blocks once more; None if no tokens merge in it."""
+        return [group.past() for group in self.groups] if self.acts else None
+
+    def recall(self, past: list[Past] | None) -> None:
+        """Do that again, until `close`: nothing is decided or selected anew."""
+        self.acts = past is not None
+        for group, each in zip(self.groups, past or (), strict=False):
+            group.recall(each)
 
     @property
     def visits(self) -> int:

@@ -42,6 +42,11 @@ class Clock:
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
         self._levels, self._gain, self.length = levels or [], gain, length
 
+    def start_training(self) -> None:
+        """A call of training is a picture by itself, of no schedule."""
+        self.start_image(None)
+        self._timestep = None
+
     def next_step(self) -> None:
         self.step += 1
         self.call = -1
