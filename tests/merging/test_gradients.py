@@ -101,3 +101,100 @@ def test_checkpointed_gradients_are_those_of_plain_ones(kind: str, method: str) 
     again = [model.call(seed=1), model.call(seed=2)]
     assert [each.item() for each in again] == [each.item() for each in losses]
     assert_equal(plain, model.gradients(again[0] + again[1]), rtol=1e-5, atol=1e-7)
+
+
+def test_blocks_in_a_backward_pass_do_what_their_own_call_did() -> None:
+    """Without that they would not merge, or would read the maps of another call."""
+    model = Trained("flux", METHODS["toma"])
+    model.denoiser.enable_gradient_checkpointing()
+    first = model.call(seed=1)
+    kept = model.gradients(first)
+    first = model.call(seed=1)
+    with torch.no_grad():
+        model.call(seed=3, timestep=0.9)
+    model.denoiser.eval()
+    with torch.no_grad():
+        model.call(seed=2)
+    assert_equal(kept, model.gradients(first), rtol=0.0, atol=0.0)
+    # And what comes after is told nothing of it.
+    (block,) = model.denoiser.transformer_blocks[-1:]
+    tokens, text = torch.zeros(1, 64, 16), torch.zeros(1, 5, 16)
+    temb, rotary = torch.zeros(1, 16), tuple(torch.zeros(69, 8) for _ in range(2))
+    merged = block(tokens, text, temb, rotary)
+    tokenmerge.remove(model.denoiser)
+    assert torch.equal(merged[1], block(tokens, text, temb, rotary)[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks_have_the_same_gradients(backend: str, checkpointed: bool) -> None:
+    model = Trained("flux", METHODS["toma"])
+    plain = model.gradients(model.call(seed=1) + model.call(seed=2))
+    torch.compiler.reset()
+    for block in (*model.denoiser.transformer_blocks, *model.denoiser.single_transformer_blocks):
+        block.compile(backend=backend, fullgraph=True)
+    if checkpointed:
+        model.denoiser.enable_gradient_checkpointing()
+    compiled = model.gradients(model.call(seed=1) + model.call(seed=2))
+    assert_equal(plain, compiled, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_flow_under_autocast(checkpointed: bool) -> None:
+    model = Trained("flux", METHODS["toma"])
+    exact = model.gradients(model.call())
+    if checkpointed:
+        model.denoiser.enable_gradient_checkpointing()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.call()
+    rounded = model.gradients(loss)
+    assert exact.keys() == rounded.keys()
+    one, other = (torch.cat([each.flatten() for each in found.values()]) for found in (exact, rounded))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.99
+
+
+def test_every_call_of_training_is_a_picture_by_itself() -> None:
+    model = Trained("flux", METHODS["toma"])
+    for timestep in (0.9, 0.9, 0.5, 0.7):
+        model.call(timestep=timestep)
+    assert [group["selected"] for group in tokenmerge.summary(model.denoiser).groups] == [4, 4]
+    # In pictures maps are reused.
+    model.denoiser.eval()
+    with torch.no_grad():
+        for timestep in (0.9, 0.5, 0.4):
+            model.call(timestep=timestep)
+    assert [group["selected"] for group in tokenmerge.summary(model.denoiser).groups] == [5, 5]
+
+
+def test_pictures_after_training_are_those_before_it() -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), [METHODS["toma"], Hold(every=2, start=0.0)])
+    before = tiny.draw(pipe, steps=4)
+    model = Trained("flux")
+    model.denoiser = pipe.transformer.train().requires_grad_(True)
+    for _ in range(6):
+        model.gradients(model.call())
+    assert tokenmerge.summary(pipe).steps == {"merged": 1}
+    assert torch.equal(tiny.draw(pipe, steps=4), before)
+    pipe.transformer.eval()
+    assert torch.equal(tiny.draw(pipe, steps=4), before)
+
+
+def test_inference_keeps_its_tensors() -> None:
+    """CUDA graphs read them where they lay."""
+    model = Trained("flux", METHODS["toma"])
+    model.denoiser.eval()
+    places = []
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            model.call()
+        merging = model.denoiser._tokenmerge.merging
+        places.append([tensor.data_ptr() for group in merging.groups for tensor in group.slot.tensors])
+    assert places[0] == places[1] == places[2]
+
+
+def test_a_window_is_refused_in_training() -> None:
+    pipe = tokenmerge.apply(tiny.build("flux"), Merge(regions="tile:2x2", start=0.2))
+    model = Trained("flux")
+    model.denoiser = pipe.transformer.train()
+    with pytest.raises(TokenMergeError, match=r"no step of a schedule.*start=0, stop=1"):
+        model.call()

@@ -148,7 +148,7 @@ def _unmerge_kernel(
 
 
 def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
-    """`reference.merge`, in one launch for regions of up to 512 tokens. Weights are constants: they get no gradient."""
+    """`reference.merge`, in one launch for regions of up to 512 tokens. Weights are constants, without gradients."""
     if torch.compiler.is_compiling() or _needs_gradient(tokens):
         return _merge_operator(tokens, order, weights)
     return _merge(tokens, order, weights)
@@ -162,7 +162,7 @@ def unmerge(
     residual: Tensor | None = None,
     entered: Tensor | None = None,
 ) -> Tensor:
-    """`reference.unmerge`, in one launch for regions of up to 512 tokens. Weights are constants: they get no gradient."""
+    """`reference.unmerge`, in one launch for regions of up to 512 tokens. Weights are constants, without gradients."""
     if torch.compiler.is_compiling() or _needs_gradient(merged, residual, entered):
         return _unmerge_operator(merged, order, inverse, weights, residual, entered)
     return _unmerge(merged, order, inverse, weights, residual, entered)
