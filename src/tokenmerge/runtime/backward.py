@@ -21,4 +21,4 @@ def at_backward(output: Any, begin: Callable[[], None], end: Callable[[], None])
 
 def _begin(begin: Callable[[], None], end: Callable[[], None], _: Tensor) -> None:
     begin()
-    Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(end)

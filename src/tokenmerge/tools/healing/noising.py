@@ -1,7 +1,7 @@
 """Noised pictures as a model's own pipeline gives them to its denoiser.
 
 The image-to-image pipeline of the same family encodes pictures and prompts, adds the noise of a step and calls the
-denoiser. That call is taken, and the pipeline stopped. So noise, scaling, packing and conditions are the pipeline's own.
+denoiser. That call is taken, and the pipeline stopped. So noise, scaling, packing and conditions are its own.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ from typing import Any
 from PIL import Image
 
 from ...planning.tables import counted
+from ...planning.tables import markdown as table
 from ..drawing.pictures import Panel, save_picture, strip
 from ..evaluation.results import Results
 from ..evaluation.table import markdown
 from ..files import finite, to_json, write_text
+from ..quality.metrics import BY_NAME
 
 # Pictures of each kind in the strip, and shares of the steps whose losses are told.
 _SHOWN, _PARTS = 4, 10
@@ -72,8 +74,8 @@ def _strip(results: Results) -> Image.Image:
         for each in results.rows:
             with Image.open(results.folder.image(each.configuration, sample)) as picture:
                 values = results.values.get((each.configuration.label, sample), {})
-                drift = values.get("lpips")
-                caption = "" if drift is None else f"LPIPS {drift:.3f}"
+                name = next((name for name in ("lpips", "psnr") if name in values), None)
+                caption = "" if name is None else f"{BY_NAME[name].title} {values[name]:.3f}"
                 row.append(
                     Panel(picture.copy(), "plain" if each.configuration.is_plain else each.configuration.label, caption)
                 )
@@ -83,11 +85,19 @@ def _strip(results: Results) -> Image.Image:
 
 def _card(outcome: Outcome) -> str:
     settings = outcome.settings
-    merge = settings["merge"]
+    merge, (width, height) = settings["merge"], settings["size"]
     fields = ", ".join(f"{name}={value!r}" for name, value in merge.items() if name not in ("technique", "lora"))
-    data = settings["data"] or "the plain model's own pictures"
-    environment = ", ".join(f"{name} {value}" for name, value in outcome.environment.items())
-    width, height = settings["size"]
+    rows = {
+        "base model": settings["model"],
+        "technique": fields,
+        "data": f"{settings['data'] or 'drawn by the plain model'}, {counted(outcome.pictures, 'picture')}",
+        "training": f"{settings['steps']} steps of {settings['batch']} x {settings['processes']} pictures, "
+        f"{width}x{height}, rank {settings['rank']}, learning rate {settings['lr']:g}",
+        "loss, by tenths of the steps": ", ".join(f"{each:.4g}" for each in outcome.loss),
+        f"loss of {settings['held_out']} held-out pictures": f"{outcome.error['merged']:.4g} merged, "
+        f"{outcome.error['healed']:.4g} healed",
+        "measured on": ", ".join(f"{name} {value}" for name, value in outcome.environment.items()),
+    }
     return f"""# A LoRA that heals merging
 
 `{outcome.lora.name}` makes the merged model draw what the plain one draws. It acts in merged steps only:
@@ -96,15 +106,7 @@ def _card(outcome: Outcome) -> str:
 tokenmerge.apply(pipe, Merge({fields}, lora="{outcome.lora.name}"))
 ```
 
-| | |
-| --- | --- |
-| base model | {settings["model"]} |
-| technique | {fields} |
-| data | {data}, {counted(outcome.pictures, "picture")} |
-| training | {settings["steps"]} steps of {settings["batch"]} x {settings["processes"]} pictures, {width}x{height}, rank {settings["rank"]}, learning rate {settings["lr"]:g} |
-| loss, by tenths of the steps | {", ".join(f"{each:.4g}" for each in outcome.loss)} |
-| loss of {settings["held_out"]} held-out pictures | {outcome.error["merged"]:.4g} merged, {outcome.error["healed"]:.4g} healed |
-| measured on | {environment} |
+{table(["", ""], [[name, value] for name, value in rows.items()])}
 
 Pictures of held-out captions, with seeds that training has not seen, against the plain model's:
 

@@ -1,6 +1,6 @@
 """The training loop: make the merged model's output the plain model's, on noised pictures.
 
-What a step does follows from the seed and its number alone, so that a run that was killed goes on as if it had not been.
+What a step does follows from the seed and its number alone, so that a run that was killed goes on as if it had not.
 """
 
 from __future__ import annotations
