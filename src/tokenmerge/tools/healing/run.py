@@ -61,7 +61,7 @@ class Healing(Setup):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(number=self.number, rank=self.rank, batch=self.batch, every=self.every)
-        check_counts(**{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
+        check_counts(1, **{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
         check_seeds(self.seed, self.seed + self.number)
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
