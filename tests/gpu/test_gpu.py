@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -532,3 +533,49 @@ def test_a_deleted_model_leaves_the_device(build: Build, techniques: list[Any], 
         assert weight() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torch.dtype) -> None:
+    """Under autocast and with checkpoints, as training is."""
+    found = []
+    for backend in ("reference", "triton"):
+        loop = _Loop(build, torch.float32)
+        loop.apply(Merge(selection="uniform", backend=backend))
+        loop.denoiser.train().enable_gradient_checkpointing()
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            output = loop.denoiser(timestep=loop.times[0], **loop.arguments, return_dict=False)[0]
+        output.float().square().mean().backward()
+        gradients = [each.grad.flatten() for each in loop.denoiser.parameters() if each.grad is not None]
+        found.append(torch.cat(gradients).double())
+    least = 0.99 if dtype == torch.bfloat16 else 0.999999
+    assert torch.cosine_similarity(*found, dim=0) > least
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_graphs_replay_a_healed_lora_in_merged_steps(build: Build, tmp_path: Path) -> None:
+    """Beside those of full steps, and no more of them than without it."""
+    from tokenmerge.families import family_of
+    from tokenmerge.tools.healing.adapter import Adapter
+
+    merge, path = Merge(destinations_every=10, weights_every=10), tmp_path / "lora.safetensors"
+    torch.manual_seed(0)
+    denoiser, _ = build()
+    adapter = Adapter(denoiser, family_of(denoiser).blocks(denoiser), rank=2, seed=0)
+    with torch.no_grad():
+        for weight in adapter.weights.values():
+            weight.copy_(0.3 * torch.randn_like(weight))
+    adapter.write(path, "transformer", merge, torch.float16)
+    results = []
+    for technique in (merge, merge.replace(lora=path)):
+        loop = _Loop(build, torch.float16, steps=6)
+        loop.apply(technique.replace(start=0.5))
+        launched = loop.steps()
+        tokenmerge.compile(loop.denoiser, blocks=False)
+        for _ in range(3):
+            assert all(torch.equal(*pair) for pair in zip(loop.steps(), launched, strict=True))
+        results.append((launched, loop.graphs))
+    (plain, graphs), (healed, with_lora) = results
+    assert [torch.equal(*pair) for pair in zip(plain, healed, strict=True)] == [True] * 3 + [False] * 3
+    assert with_lora == graphs

@@ -51,6 +51,12 @@ def add(commands: Any) -> None:
     shared.add_size(parser)
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)
+    add_(
+        "--reference",
+        type=Path,
+        metavar="FOLDER",
+        help="photographs for FID and KID of the report (default: the plain pictures)",
+    )
     shared.add_network_options(parser)
     add_("--out", type=Path, default=Path("healed"), metavar="FOLDER", help="folder for all files (default: healed)")
     add_("--resume", action="store_true", help="go on with what is in --out")

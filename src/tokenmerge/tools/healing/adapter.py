@@ -16,6 +16,7 @@ from ...merging.lora import RECORD, record_of
 from ..files import write_file
 
 _NAME = "healing"
+_OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 class Adapter:
@@ -25,6 +26,7 @@ class Adapter:
         from peft import LoraConfig
 
         self.denoiser = denoiser
+        self._rank = rank
         self._width = 0
         names = []
         for block in blocks:
@@ -62,6 +64,20 @@ class Adapter:
         tensors = {f"{part}.{name}": weight.to(dtype).contiguous() for name, weight in self.state().items()}
         record = json.dumps(record_of(self.denoiser, self._width, technique))
         content = save(tensors, {"format": "pt", RECORD: record})
+        write_file(path, lambda file: file.write(content))
+
+    def write_for_comfyui(self, path: Path, dtype: torch.dtype) -> None:
+        """The same in the older names by which ComfyUI knows the layers of UNets."""
+        from safetensors.torch import save
+
+        tensors = {}
+        for name, weight in self.state().items():
+            layer, end = name.removesuffix(".weight").rsplit(".", 1)
+            layer = f"lora_unet_{layer.replace('.', '_')}"
+            tensors[f"{layer}.{_OLD_NAMES[end]}.weight"] = weight.to(dtype).contiguous()
+            # Divided by the rank, it is what the change is multiplied by.
+            tensors[f"{layer}.alpha"] = torch.tensor(float(self._rank))
+        content = save(tensors, {"format": "pt"})
         write_file(path, lambda file: file.write(content))
 
 

@@ -33,6 +33,7 @@ from .report import Outcome, write_outcome
 from .training import Lessons, Progress, Trainer, train
 
 LORA = "lora.safetensors"
+LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
 _CHECKPOINT = "checkpoint.pt"
 # Noise levels at which the loss of a held-out picture is measured.
 _LEVELS = 4
@@ -56,6 +57,7 @@ class Healing(Setup):
     seed: int = 0
     every: int = 100
     denoising_steps: int | None = None
+    reference: Path | None = None
     sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
@@ -205,7 +207,10 @@ class _Run:
         error = {name: trainer.error(calls, healed=healed) for name, healed in (("merged", False), ("healed", True))}
         if self._is_first:
             part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
-            adapter.write(self.out / LORA, part, self.merge, getattr(torch, studio.dtype))
+            dtype = getattr(torch, studio.dtype)
+            adapter.write(self.out / LORA, part, self.merge, dtype)
+            if part == "unet":
+                adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
         self._accelerator.wait_for_everyone()
         return progress.losses, error
 
@@ -221,6 +226,7 @@ class _Run:
             techniques=techniques,
             prompts=tuple(item.caption for item in held_out),
             seeds=(_UNSEEN + self.asked.seed,),
+            reference=self.asked.reference,
             sources=self.asked.sources,
             repeats=0,
         )
