@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tokenmerge
+from healed import healed
 from tokenmerge import Hold, Merge
 from tokenmerge.merging.ops import reference
 from tokenmerge.runtime.levels import noise_levels
@@ -556,19 +557,12 @@ def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torc
 @pytest.mark.parametrize("build", BUILDERS)
 def test_graphs_replay_a_healed_lora_in_merged_steps(build: Build, tmp_path: Path) -> None:
     """Beside those of full steps, and no more of them than without it."""
-    from tokenmerge.families import family_of
-    from tokenmerge.tools.healing.adapter import Adapter
-
-    merge, path = Merge(destinations_every=10, weights_every=10), tmp_path / "lora.safetensors"
+    merge = Merge(destinations_every=10, weights_every=10)
     torch.manual_seed(0)
     denoiser, _ = build()
-    adapter = Adapter(denoiser, family_of(denoiser).blocks(denoiser), rank=2, seed=0)
-    with torch.no_grad():
-        for weight in adapter.weights.values():
-            weight.copy_(0.3 * torch.randn_like(weight))
-    adapter.write(path, "transformer", merge, torch.float16)
+    with_lora = healed(denoiser, merge, tmp_path / "lora.safetensors", torch.float16)
     results = []
-    for technique in (merge, merge.replace(lora=path)):
+    for technique in (merge, with_lora):
         loop = _Loop(build, torch.float16, steps=6)
         loop.apply(technique.replace(start=0.5))
         launched = loop.steps()
@@ -576,6 +570,6 @@ def test_graphs_replay_a_healed_lora_in_merged_steps(build: Build, tmp_path: Pat
         for _ in range(3):
             assert all(torch.equal(*pair) for pair in zip(loop.steps(), launched, strict=True))
         results.append((launched, loop.graphs))
-    (plain, graphs), (healed, with_lora) = results
-    assert [torch.equal(*pair) for pair in zip(plain, healed, strict=True)] == [True] * 3 + [False] * 3
-    assert with_lora == graphs
+    (plain, graphs), (changed, graphs_with_lora) = results
+    assert [torch.equal(*pair) for pair in zip(plain, changed, strict=True)] == [True] * 3 + [False] * 3
+    assert graphs_with_lora == graphs

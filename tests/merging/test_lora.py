@@ -15,35 +15,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
+from healed import healed
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
-from tokenmerge.merging.places import merge_places
-from tokenmerge.tools.healing.adapter import Adapter
 
 MERGE = Merge(regions="tile:2x2", skip_first=1)
 KINDS = ("flux", "sdxl")
 
 
-def healed(folder: Path, kind: str, merge: Merge = MERGE) -> Merge:
-    """A technique with a LoRA of random weights, in a file as `tokenmerge heal` writes it."""
-    path = folder / f"{kind}.safetensors"
-    pipe = tiny.build(kind)
-    denoiser = tiny.denoiser_of(pipe)
-    places = merge_places(denoiser, family_of(denoiser), merge)
-    blocks = {place.block.name: place.block for place in places if not place.skipped}
-    adapter = Adapter(denoiser, blocks.values(), rank=2, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in adapter.weights.values():
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-    adapter.write(path, "unet" if hasattr(pipe, "unet") else "transformer", merge, torch.float32)
-    return merge.replace(lora=path)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Merge]:
     folder = tmp_path_factory.mktemp("loras")
-    made = {kind: healed(folder, kind) for kind in KINDS}
+    made = {kind: healed(tiny.denoiser_of(tiny.build(kind)), MERGE, folder / f"{kind}.safetensors") for kind in KINDS}
     return made.__getitem__
 
 
