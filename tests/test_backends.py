@@ -29,6 +29,7 @@ from torchao.quantization import (
 import denoisers
 import tiny
 import tokenmerge
+from healed import healed
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.compiling import graphs
 
@@ -189,6 +190,20 @@ def check_techniques(pipe: Any, plain: Any) -> None:
 
 def test_techniques_on_quantised_weights(pipes: tuple[Any, Any]) -> None:
     check_techniques(*pipes)
+
+
+def test_a_healed_lora_on_quantised_weights(pipes: tuple[Any, Any], tmp_path: Path) -> None:
+    technique = healed(flux(), Merge(), tmp_path / "lora.safetensors")
+    found = []
+    for each in pipes:
+        whole, merged = draw(each), draw(tokenmerge.apply(each, Merge()))
+        found.append((whole, draw(tokenmerge.apply(each, technique))))
+        assert distance(found[-1][1], merged) > 0.01
+        tokenmerge.remove(each)
+        assert torch.equal(draw(each), whole)
+    (whole, changed), (of_plain, changed_of_plain) = found
+    exact = distance(whole, of_plain) < 1e-5  # unless activations are rounded too
+    assert distance(changed, changed_of_plain) < (1e-5 if exact else 0.5 * distance(changed_of_plain, of_plain))
 
 
 @pytest.mark.parametrize("weights", ["cast", "quantised"])

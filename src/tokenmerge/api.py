@@ -448,7 +448,7 @@ def _install(
 ) -> None:
     # The first technique on a module is the inner one: what is held is held with its merging.
     if merging is not None:
-        install_merging(plan_.merged_sites, merging, installation)
+        install_merging(plan_.merged_sites, merging, installation, plan_.lora)
     learner = None
     if holding is not None and any(run.generic for run in plan_.runs):
         learner = _learner(plan_, holding, installation)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
+from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -152,6 +153,7 @@ class Merge(Technique):
         stop: share of the schedule after which merging ends
         seed: of random selections
         backend: of the operations: auto, reference or triton
+        lora: file of a LoRA that `tokenmerge heal` has trained for these settings; it acts in merged steps only
     """
 
     NAME: ClassVar[str] = "merge"
@@ -176,8 +178,11 @@ class Merge(Technique):
     stop: float = 1.0
     seed: int = 0
     backend: str = "auto"
+    lora: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora, PathLike):
+            object.__setattr__(self, "lora", fspath(self.lora))
         _check_types(self)
         if not 0.0 <= self.ratio < 1.0:
             raise TokenMergeError(

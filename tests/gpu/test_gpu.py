@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tokenmerge
+from healed import healed
 from tokenmerge import Hold, Merge
 from tokenmerge.merging.ops import reference
 from tokenmerge.runtime.levels import noise_levels
@@ -532,3 +534,42 @@ def test_a_deleted_model_leaves_the_device(build: Build, techniques: list[Any], 
         assert weight() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torch.dtype) -> None:
+    """Under autocast and with checkpoints, as training is."""
+    found = []
+    for backend in ("reference", "triton"):
+        loop = _Loop(build, torch.float32)
+        loop.apply(Merge(selection="uniform", backend=backend))
+        loop.denoiser.train().enable_gradient_checkpointing()
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            output = loop.denoiser(timestep=loop.times[0], **loop.arguments, return_dict=False)[0]
+        output.float().square().mean().backward()
+        gradients = [each.grad.flatten() for each in loop.denoiser.parameters() if each.grad is not None]
+        found.append(torch.cat(gradients).double())
+    least = 0.99 if dtype == torch.bfloat16 else 0.999999
+    assert torch.cosine_similarity(*found, dim=0) > least
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_graphs_replay_a_healed_lora_in_merged_steps(build: Build, tmp_path: Path) -> None:
+    """Beside those of full steps, and no more of them than without it."""
+    merge = Merge(destinations_every=10, weights_every=10)
+    torch.manual_seed(0)
+    denoiser, _ = build()
+    with_lora = healed(denoiser, merge, tmp_path / "lora.safetensors", torch.float16)
+    results = []
+    for technique in (merge, with_lora):
+        loop = _Loop(build, torch.float16, steps=6)
+        loop.apply(technique.replace(start=0.5))
+        launched = loop.steps()
+        tokenmerge.compile(loop.denoiser, blocks=False)
+        for _ in range(3):
+            assert all(torch.equal(*pair) for pair in zip(loop.steps(), launched, strict=True))
+        results.append((launched, loop.graphs))
+    (plain, graphs), (changed, graphs_with_lora) = results
+    assert [torch.equal(*pair) for pair in zip(plain, changed, strict=True)] == [True] * 3 + [False] * 3
+    assert graphs_with_lora == graphs

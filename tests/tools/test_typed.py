@@ -78,7 +78,7 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("default", "'default' is unknown"),
         ("unet-anchored", "'unet-anchored' is unknown"),
         ("unet+hold", "put spaces around +"),
-        ("toma:colour=red", "Merge has no field 'colour'; fields are ratio, method"),
+        ("toma:hue=red", "Merge has no field 'hue'; fields are ratio, method"),
         ("toma:ratoi=0.5", "(did you mean 'ratio'?)"),
         ("hold:ratio=0.5", "Hold has no field 'ratio'; fields are tolerance, every, start"),
         ("toma:ratio=much", "ratio: 'much' is not a number, as in 0.5"),

@@ -64,6 +64,7 @@ class DenoiserCall(NamedTuple):
     # Of a host that joins conditions in one batch and splits them as it likes: what each equal part of it is.
     conditions: tuple[Hashable, ...] = ()
     shard: Shard | None = None  # what blocks see of the tokens, if not all
+    trains: bool = False  # whether it is one of training, which is a picture by itself
 
     @property
     def tokens(self) -> int:

@@ -64,9 +64,10 @@ class ClusterMap:
         mean = _mean(merged, sources, places)
         if self.rule == "mean":
             return mean
-        lengths = [each.float().norm(dim=-1) for each in (merged, sources)]
+        precise = torch.promote_types(tokens.dtype, torch.float32)
+        lengths = [each.to(precise).norm(dim=-1) for each in (merged, sources)]
         largest = lengths[0].scatter_reduce(1, places, lengths[1], "amax")
-        return (F.normalize(mean.float(), dim=-1) * largest[..., None]).to(tokens.dtype)
+        return (F.normalize(mean.to(precise), dim=-1) * largest[..., None]).to(tokens.dtype)
 
     def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
         """[B, M, C] to [B, N, C]: tokens get what their cluster came to, plus the residual [B, N, C]. With `entered`

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from ..config import Merge
 from ..errors import TokenMergeError
@@ -11,8 +13,14 @@ from ..families.base import Family
 from ..families.calls import DenoiserCall, grids_at_level, grids_of_ids
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import HELD, MERGED, Step
-from .groups import MergeGroup
+from .groups import MergeGroup, Past
 from .methods import Method
+
+
+class Adaptation(Protocol):
+    """What merging asks of a LoRA."""
+
+    def enter(self, device: torch.device, dtype: torch.dtype) -> None: ...
 
 
 class Merging:
@@ -25,6 +33,8 @@ class Merging:
         self.acts = True
         self._clock = clock
         self._begins = True
+        # Brings a LoRA to where a call is made, if there is one.
+        self.adaptation: Adaptation | None = None
 
     def add_group(self, name: str, level: int, method: Method[Any], *, shared: bool) -> MergeGroup:
         group = MergeGroup(name, len(self.groups), method, self.technique, self._clock, level, shared)
@@ -66,6 +76,8 @@ class Merging:
         if step.kind == HELD:
             return
         self._see_grids(call, waits)
+        if self.adaptation is not None:
+            self.adaptation.enter(call.device, call.dtype)
         for group in self.groups:
             group.enter(call)
         if not any(group.slot is not None and group.slot.merges for group in self.groups):
@@ -99,6 +111,16 @@ class Merging:
 
     def close(self) -> None:
         self.acts = False
+
+    def past(self) -> list[Past] | None:
+        """What this call does, for when a backward pass runs its blocks once more; None if no tokens merge in it."""
+        return [group.past() for group in self.groups] if self.acts else None
+
+    def recall(self, past: list[Past] | None) -> None:
+        """Do that again, until `close`: nothing is decided or selected anew."""
+        self.acts = past is not None
+        for group, each in zip(self.groups, past or (), strict=False):
+            group.recall(each)
 
     @property
     def visits(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..config import Merge
+from ..config import LARGEST_SEED, Merge
 from ..families.calls import DenoiserCall, TokenGrid
 from ..runtime.clock import MAX_CALLS, Clock
 from ..runtime.timeline import ALWAYS, Timeline
@@ -37,6 +37,16 @@ class _Due:
     maps_done: int = 0  # how often: every block may need a map of its own
     visits: int = 0  # of layers that asked
     noted: bool = False
+    seed: int | None = None  # in training, of every random map: blocks that run once more draw what they drew
+
+
+class Past(NamedTuple):
+    """What a call did in a group."""
+
+    slot: Slot | None
+    partition: Partition | None
+    grids: tuple[TokenGrid, ...]
+    seed: int | None
 
 
 class MergeGroup:
@@ -77,7 +87,8 @@ class MergeGroup:
             self._seeded_for = image
         self.partition = self._partition_for(call)
         made = self._enter_slot(part, call, self.partition).history.made_for(part, image)
-        self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed))
+        seed = (self._seed + image) % LARGEST_SEED if call.trains else None
+        self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed), seed=seed)
         self._gathered.clear()
 
     def _enter_slot(self, part: Hashable, call: DenoiserCall, partition: Partition) -> Slot:
@@ -87,10 +98,38 @@ class MergeGroup:
             self._make_room()
             self._slots[key] = self._allocate(partition, MapSpace(call.batch, self.shared, call.dtype, call.device))
         self.slot = slot = self._slots[key]
-        slot.image = self._clock.image
+        if slot.lent:
+            slot = self._part()
+        slot.image, slot.lent = self._clock.image, torch.is_grad_enabled()
         with torch.no_grad():
             slot.history.bring_in(part, slot.tensors)
         return slot
+
+    def _part(self) -> Slot:
+        """Leave the tensors to a backward pass that may read them, and go on with copies."""
+        before = self.slot
+        assert before is not None
+        assert self.partition is not None
+        ops, _ = backend_for(self._technique.backend, before.whole.device)
+        with torch.inference_mode(False), torch.no_grad():
+            copies = self._method.map_over(self.partition.layout, ops, [tensor.clone() for tensor in before.tensors])
+        # Not the same slot: what was recorded of it reads the old tensors.
+        self.slot = replace(before, map=copies)
+        for key, slot in self._slots.items():
+            if slot is before:
+                self._slots[key] = self.slot
+        return self.slot
+
+    def past(self) -> Past:
+        """What this call does, for when a backward pass runs its blocks once more."""
+        return Past(self.slot, self.partition, self.grids, self._due.seed if self._due is not None else None)
+
+    def recall(self, past: Past) -> None:
+        """Do that again: maps are those of then, or are made as then where every block has one of its own."""
+        self.slot, self.partition, self.grids, seed = past
+        maps = "select" if self._method.RENEWS == ALWAYS else "reuse"
+        self._due = _Due(Made(self._clock.image), 0, maps, maps_done=1, noted=True, seed=seed)
+        self._gathered.clear()
 
     def _make_room(self) -> None:
         """Give up the sizes that were used longest ago, those of this image last."""
@@ -141,12 +180,22 @@ class MergeGroup:
 
     def gathered(self, table: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """What `gather` makes of a table, once per call and table: all blocks are given the same ones."""
-        if self._method.RENEWS == ALWAYS:
+        # What is kept would tie the gradients of one block to another.
+        if self._method.RENEWS == ALWAYS or table.requires_grad:
             return gather(table)
         if id(table) not in self._gathered:
             # With the table itself, whose id another one could have after it.
             self._gathered[id(table)] = (table, gather(table))
         return self._gathered[id(table)][1]
+
+    @property
+    def writable(self) -> list[Tensor]:
+        """The tensors of the map, to be overwritten: copies, where a layer of this call has read them and a backward
+        pass will."""
+        due = self._due
+        assert due is not None
+        assert self.slot is not None
+        return self._part().tensors if due.maps_done and self.slot.lent else self.slot.tensors
 
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tensors: list[Tensor]) -> None:
@@ -161,6 +210,8 @@ class MergeGroup:
         due.maps_done += 1
         if due.maps == "reuse":
             return
+        if due.seed is not None:
+            self._generator.manual_seed(due.seed)
         ops, _ = backend_for(self._technique.backend, tokens.device)
         merge_map = self._method.map_over(self.partition.layout, ops, tensors)
         # Similarities must not be rounded: at a temperature of 0.001 the weights would follow the rounding.

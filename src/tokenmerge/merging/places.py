@@ -15,6 +15,7 @@ from ..runtime.installing import Installation
 from ..runtime.timeline import ALWAYS
 from .controller import Merging
 from .groups import MergeGroup
+from .lora import Adaptation, Lora, install_lora
 from .methods import method_for
 from .sites import BlockSite, ComponentSite, EntrySite
 
@@ -57,17 +58,25 @@ def skip_reasons(places: Iterable[MergePlace]) -> dict[str, int]:
     return dict(Counter(place.skipped for place in places if place.skipped))
 
 
-def install_merging(places: Sequence[MergePlace], merging: Merging, installation: Installation) -> None:
-    """Put sites on all places."""
+def install_merging(
+    places: Sequence[MergePlace], merging: Merging, installation: Installation, lora: Lora | None = None
+) -> None:
+    """Put sites on all places, and on the layers that a LoRA changes."""
+    adaptation = merging.adaptation = Adaptation(lora) if lora is not None else None
     # Tables that a batch shares are gathered for one set of destinations.
     shared = any(each.axis == 0 for place in places for each in place.block.kind.ports.per_token)
     groups: dict[str, MergeGroup] = {}
     entered: set[str] = set()
+    adapted: set[str] = set()
     for place in places:
         method, block = method_for(merging.technique, place.depth), place.block
         if place.group not in groups:
             groups[place.group] = merging.add_group(place.group, block.level, method, shared=shared)
         group, ports = groups[place.group], block.kind.ports
+        # The innermost sites: layers are changed for the tokens that reach them.
+        if adaptation is not None and block.name not in adapted:
+            adapted.add(block.name)
+            install_lora(adaptation, block, merging, group, installation)
         if place.part is None:
             installation.add(BlockSite(place.name, merging, group, ports), block.module)
             continue

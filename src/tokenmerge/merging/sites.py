@@ -79,12 +79,11 @@ class MergeSite(Site):
 
     def refresh(self, image: Tensor) -> None:
         """Bring the maps up to date with image tokens [B, N, C]."""
-        tensors = self.slot.map.tensors
         if torch.compiler.is_compiling():
-            refresh(image.detach(), self.group.handle, tensors)
+            refresh(image.detach(), self.group.handle, self.slot.map.tensors)
         elif self.group.visit():
             # Not through the dispatcher, which takes as long as several launches.
-            self.group.refresh(image.detach(), tensors)
+            self.group.refresh(image.detach(), self.group.writable)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """Of all that leaves, the merged tokens [B, M, C] become [B, N, C]."""

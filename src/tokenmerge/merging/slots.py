@@ -56,6 +56,7 @@ class Slot:
     whole: Tensor
     history: _History = field(default_factory=_History)
     image: int = -1  # the last one that used it
+    lent: bool = False  # whether a backward pass may still read its tensors, which then must not change
 
     @property
     def tensors(self) -> list[Tensor]:

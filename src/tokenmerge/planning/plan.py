@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from ..errors import TokenMergeError
 from ..families.base import Family
 from ..families.calls import DenoiserCall
 from ..holding.sites import HeldRun, held_runs
+from ..merging.lora import Lora, check_lora, read_lora
 from ..merging.methods import method_for
 from ..merging.places import MergePlace, merge_places, skip_reasons
 from ..runtime.timeline import DUE, FULL, HELD, MERGED, Step, Timeline
@@ -32,6 +33,7 @@ class Plan:
     runs: tuple[HeldRun, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
     timeline: tuple[Step, ...] = ()  # with one call a step
+    lora: Lora | None = field(default=None, compare=False, repr=False)
 
     @property
     def merged_sites(self) -> tuple[MergePlace, ...]:
@@ -105,6 +107,8 @@ class Plan:
         if merge is not None:
             how = f"{merge.method} at ratio {merge.ratio:g}, once per {merge.sites}"
             told.append(f"{how}, {len(self.merged_sites)} of {counted(len(self.sites), 'site')}")
+            if merge.lora is not None:
+                told.append(f"healed by {merge.lora}")
         if hold is not None:
             blocks = sum(len(run.blocks) for run in self.runs)
             noun = "stage" if any(run.stages for run in self.runs) else "block"
@@ -155,6 +159,10 @@ def make_plan(
     noise to signal at every step, where a scheduler tells them."""
     merge, hold = techniques
     sites = merge_places(denoiser, family, merge) if merge is not None else ()
+    lora = None
+    if merge is not None and merge.lora is not None:
+        lora = read_lora(merge.lora)
+        check_lora(lora, merge, denoiser, [site.block for site in sites if not site.skipped])
     runs: tuple[HeldRun, ...] = ()
     if hold is not None and hold.acts:
         if hold.what == "auto":
@@ -165,7 +173,7 @@ def make_plan(
         groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call))
     timeline = timeline_of(merge if any(not site.skipped for site in sites) else None, hold)
     kinds = tuple(timeline.steps(steps, levels))
-    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds)
+    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, lora)
 
 
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:

@@ -46,6 +46,11 @@ class Clock:
         """The schedule is another than was told when the image began."""
         self.total, self._levels = len(levels), levels
 
+    def start_training(self) -> None:
+        """A call of training is a picture by itself, of no schedule."""
+        self.start_image(None)
+        self._timestep = None
+
     def next_step(self) -> None:
         self.step += 1
         self.call = -1

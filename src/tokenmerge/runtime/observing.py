@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ..errors import TokenMergeError
 from ..families.base import Family
+from .backward import at_backward
 from .foreign import is_tracked, runs_as_made, shard_of
 from .installing import Installation, Uncopied
 from .state import State
@@ -54,6 +56,8 @@ class Observer(Uncopied):
         if self._tracked:
             self._installation.follow()
         self._tracked = is_tracked(denoiser)
+        if denoiser.training and torch.is_grad_enabled():
+            call = call._replace(trains=True)
         if self._holds:
             apart = self._is_between(denoiser, args, kwargs)
             if self._stages and apart:
@@ -73,7 +77,10 @@ class Observer(Uncopied):
             self._family.between_stages(args, kwargs).clear()
 
     @torch.compiler.disable
-    def leave(self, *_: Any) -> None:
+    def leave(self, denoiser: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        merging = self._state.merging
+        if merging is not None and torch.is_grad_enabled():
+            at_backward(output, partial(merging.recall, merging.past()), merging.close)
         self._state.leave()
 
     def _is_between(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -70,7 +70,14 @@ class Follower:
         """At the start of a denoiser call: bring the clock up to date."""
         self.follow()
         scheduler = self._followed()
-        if scheduler is None:
+        if call.trains:
+            if self._timeline.needs_length:
+                raise TokenMergeError(
+                    "a call with gradients in training mode is no step of a schedule, and what steps do depends on how "
+                    "many there are; train with a window of all steps (start=0, stop=1), or call eval() first"
+                )
+            self.clock.start_training()
+        elif scheduler is None:
             if self._timeline.needs_length:
                 raise TokenMergeError(
                     "the scheduler that drove this denoiser is gone, and what a step does depends on how many there "

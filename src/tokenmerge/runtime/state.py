@@ -46,6 +46,12 @@ class Merging(Protocol):
 
     def close(self) -> None: ...
 
+    def past(self) -> Any:
+        """What this call does, for when a backward pass runs its blocks once more."""
+
+    def recall(self, past: Any) -> None:
+        """Do that again, until `close`."""
+
     @property
     def visits(self) -> int:
         """How many merged layers ran in this call."""
@@ -145,6 +151,8 @@ class State(Uncopied):
     def _decide(self, call: DenoiserCall) -> Step:
         """What a call does. All calls of a step do the same; one whose last kept step is another runs."""
         clock = self.follower.clock
+        if call.trains:
+            return self.timeline.step(clock.place(), None, may_hold=False)
         kept = self.holding.known(call) if self.holding is not None else None
         if clock.call == 0:
             self._held_from = None

@@ -188,6 +188,17 @@ def load_pipeline(
     return pipe.to(device), _defaults(Path(place))
 
 
+def image_to_image(pipe: Any) -> Any:
+    """The pipeline of the same parts that begins with pictures."""
+    try:
+        return diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError as error:
+        raise TokenMergeError(
+            f"{type(pipe).__name__} has no image-to-image pipeline beside it, which gives its denoiser noised "
+            "pictures; use a model that has one, such as those of SD, SDXL, SD3 and Flux"
+        ) from error
+
+
 def is_bundled(model: str) -> bool:
     """Whether a name stands for one of the models that the project distributes."""
     return model in BUNDLED and find_spec(_BUNDLE) is not None

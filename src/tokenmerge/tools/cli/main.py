@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from ... import __version__
 from ...errors import TokenMergeError
-from . import bench, demo, eval, generate, metrics, plan, presets, reproduce, serve, tune
+from . import bench, demo, eval, generate, heal, metrics, plan, presets, reproduce, serve, tune
 from .options import Command, described
 
 # What pictures are drawn with, and what they are shown and served with; other packages are for measuring them.
 _EXTRAS = {
     **dict.fromkeys(("diffusers", "transformers", "PIL"), "generate"),
     "gradio": "demo",
+    "peft": "heal",
     **dict.fromkeys(("ray", "starlette", "prometheus_client", "psutil"), "serve"),
 }
-_COMMANDS = (generate, demo, serve, plan, bench, eval, tune, reproduce, metrics, presets)
+_COMMANDS = (generate, demo, serve, plan, bench, eval, tune, heal, reproduce, metrics, presets)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 Tokens are read and written row-major, through the table of a partition's order and with whatever strides they come, so
 that a tile costs what a stripe costs: nothing is permuted or copied. Products accumulate in fp32. What a kernel does
-not cover goes to the reference: other selections, regions too large to be local, dtypes other than fp32, fp16 and bf16,
-and tokens that need a gradient.
+not cover goes to the reference: other selections, regions too large to be local, and dtypes other than fp32, fp16 and
+bf16. Merging has its own gradients, by the same kernels.
 
 Programs are small and many, since all of these are bound by memory or latency. Launch shapes come from the sizes alone:
 trying several at the first call would take seconds and would break the capture of CUDA graphs.

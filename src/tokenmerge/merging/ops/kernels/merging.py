@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from torch import Tensor
 
+from ...grid import invert_order
 from .. import reference
 from .common import DTYPES, block_size, load_tokens, on_device_of, token_indices
 
@@ -145,10 +148,8 @@ def _unmerge_kernel(
 
 
 def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
-    """`reference.merge`, in one launch for regions of up to 512 tokens; the reference where a gradient is needed."""
-    if _needs_gradient(tokens, weights):
-        return reference.merge(tokens, order, weights)
-    if torch.compiler.is_compiling():
+    """`reference.merge`, in one launch for regions of up to 512 tokens. Weights are constants, without gradients."""
+    if torch.compiler.is_compiling() or _needs_gradient(tokens):
         return _merge_operator(tokens, order, weights)
     return _merge(tokens, order, weights)
 
@@ -161,10 +162,8 @@ def unmerge(
     residual: Tensor | None = None,
     entered: Tensor | None = None,
 ) -> Tensor:
-    """`reference.unmerge`, in one launch for regions of up to 512 tokens; the reference where a gradient is needed."""
-    if _needs_gradient(merged, weights, residual, entered):
-        return reference.unmerge(merged, order, inverse, weights, residual, entered)
-    if torch.compiler.is_compiling():
+    """`reference.unmerge`, in one launch for regions of up to 512 tokens. Weights are constants, without gradients."""
+    if torch.compiler.is_compiling() or _needs_gradient(merged, residual, entered):
         return _unmerge_operator(merged, order, inverse, weights, residual, entered)
     return _unmerge(merged, order, inverse, weights, residual, entered)
 
@@ -240,7 +239,8 @@ def _unmerge(
     return out
 
 
-# Compiled code sees one opaque operator, whatever the sizes. Outside of it a call need not pass the dispatcher.
+# Compiled code sees one opaque operator, whatever the sizes, and gradients need one. Other calls need not pass the
+# dispatcher.
 @torch.library.custom_op("tokenmerge::merge", mutates_args=())
 def _merge_operator(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
     return _merge(tokens, order, weights)
@@ -275,6 +275,37 @@ def _(
 ) -> Tensor:
     shape = merged.shape[0], weights.shape[1] * weights.shape[2], merged.shape[2]
     return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual, entered))
+
+
+# The gradient of a product with weights is the product with their transpose: the other operator.
+def _keep_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, order, weights = inputs
+    ctx.save_for_backward(order, weights)
+
+
+def _merge_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    order, weights = ctx.saved_tensors
+    inverse = None if order is None else invert_order(order)
+    return _unmerge_operator(gradient, order, inverse, weights.transpose(-1, -2), None, None), None, None
+
+
+def _keep_for_unmerge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    merged, order, _, weights, residual, entered = inputs
+    ctx.save_for_backward(order, weights)
+    ctx.dtypes = [None if each is None else each.dtype for each in (merged, residual, entered)]
+
+
+def _unmerge_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    order, weights = ctx.saved_tensors
+    merged_dtype, residual_dtype, entered_dtype = ctx.dtypes
+    merged = _merge_operator(gradient, order, weights.transpose(-1, -2))
+    residual = None if residual_dtype is None else gradient.to(residual_dtype)
+    entered = None if entered_dtype is None else -merged.to(entered_dtype)
+    return merged.to(merged_dtype), None, None, None, residual, entered
+
+
+_merge_operator.register_autograd(_merge_backward, setup_context=_keep_for_merge)
+_unmerge_operator.register_autograd(_unmerge_backward, setup_context=_keep_for_unmerge)
 
 
 def _channel_block(programs: int, channels: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,51 @@
+"""Heals merging on both bundled models, at two ratios, and gathers the figures: `tokenmerge heal` four times.
+
+python benchmarks/heal.py --data PHOTOGRAPHS --reference UNSEEN --networks FOLDER --out OUT
+
+PHOTOGRAPHS have captions in text files beside them. UNSEEN are other ones, for FID. It needs a GPU; `--steps` is some
+25 minutes of an H200's for each model, to be adapted. Killed, it goes on where it was. OUT/heal.jsonl has a line for
+each model and ratio, for benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from tokenmerge.tools.cli.main import main as tokenmerge
+from tokenmerge.tools.files import to_json, write_text
+
+MODELS = {"tiny-flux": "dit", "tiny-sdxl": "unet"}
+RATIOS = (0.5, 0.75)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("data", "reference", "networks"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", default="3000")
+    parser.add_argument("--held-out", default="2000")
+    asked = parser.parse_args()
+    lines = []
+    for model, preset in MODELS.items():
+        for ratio in RATIOS:
+            out = asked.out / f"{model}-{ratio}"
+            failed = tokenmerge(
+                [
+                    *("heal", "--model", model, "--merge", f"{preset}:ratio={ratio}", "--size", "512x512"),
+                    *("--data", asked.data, "--reference", asked.reference, "--networks", asked.networks),
+                    *("--rank", "64", "--batch", "32", "--lr", "0.001", "--steps", asked.steps),
+                    *("--held-out", asked.held_out, "--out", str(out), "--resume"),
+                ]
+            )
+            if failed:
+                return failed
+            lines.append(to_json(json.loads((out / "results.json").read_text(encoding="utf-8"))))
+    write_text(asked.out / "heal.jsonl", "".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,198 @@
+"""A LoRA that was trained for merging (`tokenmerge heal`): it changes linear layers in merged calls alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import Merge
+from ..errors import TokenMergeError
+from ..families.base import Block, Ports, arguments
+from ..runtime.installing import Installation
+from .controller import Merging
+from .groups import MergeGroup
+from .sites import MergeSite
+
+# Fields of Merge that decide what merged tokens are: a LoRA is healed for their values.
+HEALED_FOR = (
+    "method",
+    "ratio",
+    "regions",
+    "merge_regions",
+    "selection",
+    "similarity",
+    "temperature",
+    "merge",
+    "unmerge",
+    "sites",
+    "components",
+    "levels",
+    "skip_first",
+    "skip_last",
+)
+# Where a file's metadata says what it was healed for, and before the names of its layers, which part they are of.
+RECORD = "tokenmerge"
+_PARTS = ("unet.", "transformer.")
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_LINEAR = Ports(arguments(nn.Linear)("input"))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A file that was read, on the CPU."""
+
+    path: str
+    healed: dict[str, Any]  # the fields `HEALED_FOR`, as plain data
+    denoiser: str
+    width: int
+    layers: dict[str, tuple[Tensor, Tensor]]  # of linear layers by name: down [r, in], up [out, r]
+
+
+def settings_of(technique: Merge) -> dict[str, Any]:
+    """What a LoRA is healed for."""
+    plain = technique.to_dict()
+    return {name: plain[name] for name in HEALED_FOR}
+
+
+def record_of(denoiser: nn.Module, width: int, technique: Merge) -> dict[str, Any]:
+    """What a file's metadata says of a LoRA."""
+    return {"denoiser": type(denoiser).__name__, "width": width, "merge": settings_of(technique)}
+
+
+def read_lora(path: str) -> Lora:
+    """The LoRA of a file that `tokenmerge heal` has written."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise TokenMergeError("a LoRA needs safetensors: pip install tokenmerge[diffusers]") from error
+    if not Path(path).is_file():
+        raise TokenMergeError(f"LoRA {path!r} is not there; give a file that `tokenmerge heal` has written")
+    try:
+        with safe_open(path, framework="pt") as file:
+            told, names = (file.metadata() or {}).get(RECORD), file.keys()
+            tensors = {name: file.get_tensor(name) for name in names} if told else {}
+    except (SafetensorError, OSError) as error:
+        raise TokenMergeError(f"LoRA {path!r} cannot be read ({error}); give a .safetensors file") from error
+    if not told:
+        raise TokenMergeError(
+            f"LoRA {path!r} does not say what merging it was healed for, so `tokenmerge heal` has not written it; load "
+            "it into the pipeline with load_lora_weights, and leave lora out"
+        )
+    record = json.loads(told)
+    named = {_without_part(name): tensor for name, tensor in tensors.items()}
+    downs = [name.removesuffix(_DOWN) for name in named if name.endswith(_DOWN)]
+    layers = {name: (named[name + _DOWN], named[name + _UP]) for name in downs}
+    return Lora(path, record["merge"], record["denoiser"], record["width"], layers)
+
+
+def _without_part(name: str) -> str:
+    for part in _PARTS:
+        name = name.removeprefix(part)
+    return name
+
+
+def check_lora(lora: Lora, technique: Merge, denoiser: nn.Module, blocks: Iterable[Block]) -> None:
+    """Refuse a LoRA that was healed for another model or other settings. blocks: those that merge."""
+    merged = list(blocks)
+    width = merged[0].width if merged else lora.width
+    if (lora.denoiser, lora.width) != (type(denoiser).__name__, width):
+        raise TokenMergeError(
+            f"LoRA {lora.path!r} was healed for a {lora.denoiser} of width {lora.width}, and this is a "
+            f"{type(denoiser).__name__} of width {width}; give one for this model, or leave lora out"
+        )
+    now = settings_of(technique)
+    differing = [name for name in HEALED_FOR if lora.healed.get(name) != now[name]]
+    if differing:
+        told, asked = (", ".join(f"{name}={values.get(name)!r}" for name in differing) for values in (lora.healed, now))
+        raise TokenMergeError(
+            f"LoRA {lora.path!r} was healed for {told}, and {asked} is applied; give its own settings, heal again for "
+            "these, or leave lora out"
+        )
+    for name, (down, up) in lora.layers.items():
+        if not any(name.startswith(f"{block.name}.") for block in merged):
+            raise TokenMergeError(
+                f"LoRA {lora.path!r} changes {name!r}, which is in no block of this model that merges; give one for "
+                "this model, or leave lora out"
+            )
+        layer: Any = _submodule(denoiser, name)
+        shape = (getattr(layer, "in_features", None), getattr(layer, "out_features", None))
+        if shape != (down.shape[1], up.shape[0]):
+            raise TokenMergeError(
+                f"LoRA {lora.path!r} changes {name!r} from {down.shape[1]} to {up.shape[0]} channels, and this model "
+                f"has {shape[0]} to {shape[1]} there; give one for this model, or leave lora out"
+            )
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+@dataclass
+class Layer:
+    """The change of one linear layer, where calls are made and in their type."""
+
+    down: Tensor
+    up: Tensor
+
+
+class Adaptation:
+    """A LoRA on one denoiser. It stays where calls have needed it: recorded graphs read it there."""
+
+    def __init__(self, lora: Lora) -> None:
+        self._lora = lora
+        self.layers = {name: Layer(*tensors) for name, tensors in lora.layers.items()}
+        self._copies: dict[tuple[torch.device, torch.dtype], dict[str, tuple[Tensor, Tensor]]] = {}
+        self._now: tuple[torch.device, torch.dtype] | None = None
+
+    def enter(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Be where a call is made, and of its type."""
+        if self._now == (device, dtype):
+            return
+        self._now = device, dtype
+        if self._now not in self._copies:
+            # Inference tensors could not be used outside of inference mode.
+            with torch.inference_mode(False):
+                self._copies[self._now] = {
+                    name: (down.to(device, dtype), up.to(device, dtype))
+                    for name, (down, up) in self._lora.layers.items()
+                }
+        for name, tensors in self._copies[self._now].items():
+            self.layers[name].down, self.layers[name].up = tensors
+
+
+class LoraSite(MergeSite):
+    """A linear layer that a LoRA changes while tokens merge."""
+
+    visits = False
+
+    def __init__(self, name: str, merging: Merging, group: MergeGroup, layer: Layer) -> None:
+        super().__init__(name, merging, group, _LINEAR)
+        self.layer = layer
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        if self.idle:
+            return output
+        tokens = self.ports.tokens.read(args, kwargs)
+        down, up = (each.to(tokens.dtype) for each in (self.layer.down, self.layer.up))
+        return output + F.linear(F.linear(tokens, down), up)
+
+
+def install_lora(
+    adaptation: Adaptation, block: Block, merging: Merging, group: MergeGroup, installation: Installation
+) -> None:
+    """Put sites on the layers of a block that the LoRA changes."""
+    for name, layer in adaptation.layers.items():
+        inside = name.removeprefix(f"{block.name}.")
+        if inside != name:
+            installation.add(LoraSite(name, merging, group, layer), block.module, inside)

@@ -1,0 +1,86 @@
+"""The LoRA in training: peft's layers on a denoiser, and the file that is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import Merge
+from ...families.base import Block
+from ...merging.lora import RECORD, record_of
+from ..files import write_file
+
+_NAME = "healing"
+_OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
+
+
+class Adapter:
+    """Layers of a LoRA on the linear layers of blocks. Its weights are fp32, whatever the denoiser's are."""
+
+    def __init__(self, denoiser: Any, blocks: Iterable[Block], rank: int, seed: int) -> None:
+        from peft import LoraConfig
+
+        self.denoiser = denoiser
+        self._rank = rank
+        self._width = 0
+        names = []
+        for block in blocks:
+            self._width = self._width or block.width
+            names += [
+                f"{block.name}.{name}" for name, module in block.module.named_modules() if _is_changed(name, module)
+            ]
+        denoiser.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            config = LoraConfig(r=rank, lora_alpha=rank, target_modules=names, init_lora_weights=True)
+            denoiser.add_adapter(config, adapter_name=_NAME)
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, weight in denoiser.named_parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+                self.weights[name.replace(f".{_NAME}.", ".")] = weight
+
+    def enable(self, on: bool) -> None:
+        self.denoiser.enable_adapters() if on else self.denoiser.disable_adapters()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: weight.detach().cpu() for name, weight in self.weights.items()}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state[name])
+
+    def write(self, path: Path, part: str, technique: Merge, dtype: torch.dtype) -> None:
+        """The file that `Merge(lora=...)` takes, and `load_lora_weights` too. part: of the pipeline, that has the
+        denoiser."""
+        from safetensors.torch import save
+
+        tensors = {f"{part}.{name}": weight.to(dtype).contiguous() for name, weight in self.state().items()}
+        record = json.dumps(record_of(self.denoiser, self._width, technique))
+        content = save(tensors, {"format": "pt", RECORD: record})
+        write_file(path, lambda file: file.write(content))
+
+    def write_for_comfyui(self, path: Path, dtype: torch.dtype) -> None:
+        """The same in the older names by which ComfyUI knows the layers of UNets."""
+        from safetensors.torch import save
+
+        tensors = {}
+        for name, weight in self.state().items():
+            layer, end = name.removesuffix(".weight").rsplit(".", 1)
+            layer = f"lora_unet_{layer.replace('.', '_')}"
+            tensors[f"{layer}.{_OLD_NAMES[end]}.weight"] = weight.to(dtype).contiguous()
+            # Divided by the rank, it is what the change is multiplied by.
+            tensors[f"{layer}.alpha"] = torch.tensor(float(self._rank))
+        content = save(tensors, {"format": "pt"})
+        write_file(path, lambda file: file.write(content))
+
+
+def _is_changed(name: str, module: nn.Module) -> bool:
+    """Whether a layer of a block is changed: products of attention and feed-forward, not those of modulations."""
+    return isinstance(module, nn.Linear) and "norm" not in name

@@ -1,0 +1,118 @@
+"""What a run of heal leaves for people and programs: a card with figures, a strip of pictures, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ...planning.tables import counted
+from ...planning.tables import markdown as table
+from ..drawing.pictures import Panel, save_picture, strip
+from ..evaluation.results import Results
+from ..evaluation.table import markdown
+from ..files import finite, to_json, write_text
+from ..quality.metrics import BY_NAME
+
+# Pictures of each kind in the strip, and shares of the steps whose losses are told.
+_SHOWN, _PARTS = 4, 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    lora: Path
+    settings: Mapping[str, Any]
+    pictures: int  # that were trained with
+    losses: Sequence[float]
+    error: Mapping[str, float]  # of held-out pictures: the loss merged, and healed
+    results: Results
+    environment: Mapping[str, str]
+
+    @property
+    def loss(self) -> list[float]:
+        """The mean loss of every tenth of the steps."""
+        size = max(1, len(self.losses) // _PARTS)
+        parts = [self.losses[first : first + size] for first in range(0, len(self.losses), size)]
+        return [sum(part) / len(part) for part in parts]
+
+    def to_dict(self) -> Any:
+        return finite(
+            {
+                "lora": self.lora.name,
+                "settings": dict(self.settings),
+                "pictures": self.pictures,
+                "loss": self.loss,
+                "held_out_loss": dict(self.error),
+                "results": [row.to_dict() for row in self.results.rows],
+                "environment": dict(self.environment),
+            }
+        )
+
+    def __str__(self) -> str:
+        before, after = self.error["merged"], self.error["healed"]
+        told = f"Loss of held-out pictures: {before:.4g} merged, {after:.4g} healed ({1 - after / before:.0%} less)."
+        return f"{told}\n\n{markdown(self.results)}"
+
+
+def write_outcome(outcome: Outcome, out: Path) -> None:
+    """Every file that is made from the outcome; each is written anew."""
+    save_picture(_strip(outcome.results), out / "strip.png")
+    write_text(out / "results.json", to_json(outcome.to_dict(), indent=2))
+    write_text(out / "README.md", _card(outcome))
+
+
+def _strip(results: Results) -> Image.Image:
+    """The first pictures: plain, merged and healed."""
+    rows = []
+    for sample in results.samples[:_SHOWN]:
+        row = []
+        for each in results.rows:
+            with Image.open(results.folder.image(each.configuration, sample)) as picture:
+                values = results.values.get((each.configuration.label, sample), {})
+                name = next((name for name in ("lpips", "psnr") if name in values), None)
+                caption = "" if name is None else f"{BY_NAME[name].title} {values[name]:.3f}"
+                row.append(
+                    Panel(picture.copy(), "plain" if each.configuration.is_plain else each.configuration.label, caption)
+                )
+        rows.append(row)
+    return strip(rows)
+
+
+def _card(outcome: Outcome) -> str:
+    settings = outcome.settings
+    merge, (width, height) = settings["merge"], settings["size"]
+    fields = ", ".join(f"{name}={value!r}" for name, value in merge.items() if name not in ("technique", "lora"))
+    rows = {
+        "base model": settings["model"],
+        "technique": fields,
+        "data": f"{settings['data'] or 'drawn by the plain model'}, {counted(outcome.pictures, 'picture')}",
+        "training": f"{settings['steps']} steps of {settings['batch']} x {settings['processes']} pictures, "
+        f"{width}x{height}, rank {settings['rank']}, learning rate {settings['lr']:g}",
+        "loss, by tenths of the steps": ", ".join(f"{each:.4g}" for each in outcome.loss),
+        f"loss of {settings['held_out']} held-out pictures": f"{outcome.error['merged']:.4g} merged, "
+        f"{outcome.error['healed']:.4g} healed",
+        "measured on": ", ".join(f"{name} {value}" for name, value in outcome.environment.items()),
+    }
+    return f"""# A LoRA that heals merging
+
+`{outcome.lora.name}` makes the merged model draw what the plain one draws. It acts in merged steps only:
+
+```python
+tokenmerge.apply(pipe, Merge({fields}, lora="{outcome.lora.name}"))
+```
+
+{table(["", ""], [[name, value] for name, value in rows.items()])}
+
+Pictures of held-out captions, with seeds that training has not seen, against the plain model's:
+
+{markdown(outcome.results)}
+
+![plain, merged and healed](strip.png)
+
+`evaluation/report.html` has all pictures. A LoRA inherits the licences of its base model and its data.
+"""

@@ -1,0 +1,256 @@
+"""`tokenmerge heal`: pictures, training, and what came of it; alone or split over processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import Merge, Techniques
+from ...errors import TokenMergeError
+from ...families import denoiser_of, family_of
+from ...merging.places import merge_places
+from ..drawing.studio import Setup, Studio
+from ..evaluation.folder import Folder, interrupted, read_json, tell_new
+from ..evaluation.plots import check_plots
+from ..evaluation.run import Task, evaluate
+from ..fields import check_counts, check_seeds
+from ..files import PARTIAL, check_folder, to_json, write_text
+from ..loading import best_device
+from ..measure import environment
+from ..quality.networks import Sources
+from ..typed import Configuration, read_typed
+from .adapter import Adapter
+from .data import Item, draw_items, read_items, split
+from .memory import check_memory
+from .noising import NoisedCall, Noising
+from .report import Outcome, write_outcome
+from .training import Lessons, Progress, Trainer, train
+
+LORA = "lora.safetensors"
+LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
+_CHECKPOINT = "checkpoint.pt"
+# Noise levels at which the loss of a held-out picture is measured.
+_LEVELS = 4
+# Seeds of pictures for the report, which none for training has.
+_UNSEEN = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing(Setup):
+    """What was asked for. `steps` are those of training; `denoising_steps` those of a picture."""
+
+    merge: str | None = None  # as typed; without, the preset of the model's family
+    data: Path | None = None  # a folder or a list; without, the plain model draws
+    prompts: Sequence[str] = ()
+    number: int = 64
+    held_out: int = 8
+    rank: int = 32
+    steps: int = 1000
+    batch: int = 4
+    lr: float = 5e-4
+    seed: int = 0
+    every: int = 100
+    denoising_steps: int | None = None
+    reference: Path | None = None
+    sources: Sources = field(default_factory=Sources)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(number=self.number, rank=self.rank, batch=self.batch, every=self.every)
+        check_counts(1, **{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
+        check_seeds(self.seed, self.seed + self.number)
+        # NaN fails the comparison too.
+        if not 0.0 < self.lr < float("inf"):
+            raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
+        if self.dtype == "float16":
+            raise TokenMergeError("--dtype is float16, in which gradients vanish; use bfloat16 or float32")
+
+    @property
+    def drawn_with(self) -> dict[str, Any]:
+        """What pictures depend on."""
+        own = {name: getattr(self, name) for name in ("model", "size", "guidance", "device", "dtype", "threads")}
+        return {**own, "steps": self.denoising_steps}
+
+
+def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
+    """Do all that is not done yet in the folder `out`. The first process returns what came of it."""
+    check_plots()
+    check_folder(out)
+    accelerator = _accelerator(asked)
+    try:
+        run = _Run(asked, out, accelerator, resume)
+        outcome = run.do()
+    except KeyboardInterrupt as interrupt:
+        raise interrupted(out) from interrupt
+    return outcome
+
+
+def _accelerator(asked: Healing) -> Any:
+    """What shares training out over processes."""
+    try:
+        import peft  # noqa: F401
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise TokenMergeError("heal needs peft and accelerate: pip install tokenmerge[heal]") from error
+    return Accelerator(cpu=best_device(asked.device).type == "cpu", mixed_precision="no")
+
+
+class _Run:
+    """The work of one process."""
+
+    def __init__(self, asked: Healing, out: Path, accelerator: Any, resume: bool) -> None:
+        self.asked = asked
+        self.out = out
+        self._accelerator = accelerator
+        self._is_first = accelerator.is_main_process
+        device = best_device(asked.device) if accelerator.num_processes == 1 else accelerator.device
+        self._studio = studio = Studio(Setup(**asked.drawn_with), device)
+        self.merge = _merge_of(asked.merge or studio.outline.family.merging)
+        # Everything that can be refused is refused before pictures are drawn.
+        studio.check(Configuration("merged", Techniques(self.merge)))
+        if studio.outline.family.frames > 1:
+            raise TokenMergeError(f"{asked.model!r} makes videos, and heal trains on pictures; use another model")
+        if self._is_first:
+            self._begin(resume)
+        accelerator.wait_for_everyone()
+
+    def _begin(self, resume: bool) -> None:
+        """Keep what was asked for; or, to go on, see that it is what was asked for before."""
+        record = self.out / "run.json"
+        settings = json.loads(to_json(self._settings()))
+        before = read_json(record, "give another --out") if record.is_file() else None
+        if before is None and resume:
+            tell_new(self.out)
+        if before is not None and not resume:
+            raise TokenMergeError(f"{self.out} holds a run of heal; add --resume to go on with it, or another --out")
+        for name in settings if before is not None else ():
+            if before is not None and before.get(name) != settings[name]:
+                raise TokenMergeError(
+                    f"{self.out} was begun with {name} {before.get(name)}, not {settings[name]}; ask for the same, or "
+                    "give another --out"
+                )
+        for left_over in self.out.rglob(f"*{PARTIAL}"):
+            left_over.unlink()
+        write_text(record, to_json(settings, indent=2))
+
+    def _settings(self) -> dict[str, Any]:
+        """Everything that training depends on."""
+        asked, request = self.asked, self._studio.request
+        names = ("model", "number", "held_out", "rank", "steps", "batch", "lr", "seed", "guidance")
+        return {
+            **{name: getattr(asked, name) for name in names},
+            "merge": self.merge.to_dict(),
+            "data": None if asked.data is None else str(asked.data),
+            "prompts": list(asked.prompts) if asked.data is None else [],
+            "denoising_steps": request.steps,
+            "size": [request.width, request.height],
+            "dtype": self._studio.dtype,
+            "processes": self._accelerator.num_processes,
+        }
+
+    def do(self) -> Outcome | None:
+        items, held_out = split(self._items(), self.asked.held_out, self.asked.seed)
+        losses, error = self._train(items, held_out)
+        # Their memory is the evaluation's now.
+        device = self._studio.device
+        del self._studio
+        results = evaluate(self._task(held_out), self.out / "evaluation", resume=self._evaluation_begun())
+        if results is None:
+            return None
+        outcome = Outcome(self.out / LORA, self._told, len(items), losses, error, results, environment(device))
+        write_outcome(outcome, self.out)
+        return outcome
+
+    def _items(self) -> list[Item]:
+        """The pictures; those that the plain model has to draw are drawn by the first process."""
+        asked, folder = self.asked, self.asked.data or self.out / "pictures"
+        if asked.data is None:
+            if self._is_first:
+                self._studio.pipe.set_progress_bar_config(disable=True)
+                draw_items(self._studio, asked.prompts, asked.number, asked.seed, folder)
+            self._accelerator.wait_for_everyone()
+        return read_items(folder)
+
+    def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> tuple[list[float], dict[str, float]]:
+        """Train, and write the LoRA. Returns the losses, and those of held-out pictures before and after."""
+        asked, studio, path = self.asked, self._studio, self.out / _CHECKPOINT
+        self._told = self._settings()
+        pipe, denoiser = studio.pipe, denoiser_of(studio.pipe)
+        noising = Noising(pipe, studio.request, self.merge)
+        places = merge_places(denoiser, family_of(denoiser), self.merge)
+        blocks = {place.block.name: place.block for place in places if not place.skipped}
+        adapter = Adapter(denoiser, blocks.values(), asked.rank, asked.seed)
+        request = studio.request
+        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed, request.width, request.height)
+        trainer = Trainer(adapter, noising, self.merge, lessons, studio.device, studio.dtype)
+        progress = trainer.restore(path) if path.is_file() else Progress()
+        if progress.step < asked.steps:
+            trial = trainer.call(items[:1], random.Random(asked.seed))
+            check_memory(trainer, trial, asked.batch, studio.device)
+        model = denoiser
+        processes, process = self._accelerator.num_processes, self._accelerator.process_index
+        if processes > 1:
+            model = self._accelerator.prepare(denoiser)
+
+        def keep(progress: Progress) -> None:
+            if self._is_first:
+                trainer.save(path, progress)
+
+        train(trainer, model, progress, keep, every=asked.every, process=process, processes=processes)
+        calls = _held_out_calls(trainer, held_out, noising.steps, asked.seed)
+        error = {name: trainer.error(calls, healed=healed) for name, healed in (("merged", False), ("healed", True))}
+        if self._is_first:
+            part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
+            dtype = getattr(torch, studio.dtype)
+            adapter.write(self.out / LORA, part, self.merge, dtype)
+            if part == "unet":
+                adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
+        self._accelerator.wait_for_everyone()
+        return progress.losses, error
+
+    def _task(self, held_out: Sequence[Item]) -> Task:
+        """Pictures of held-out captions, plain, merged and healed."""
+        healed = self.merge.replace(lora=self.out / LORA)
+        techniques = [
+            Configuration("merged", Techniques(self.merge)),
+            Configuration("healed", Techniques(healed)),
+        ]
+        return Task(
+            **self.asked.drawn_with,
+            techniques=techniques,
+            prompts=tuple(item.caption for item in held_out),
+            seeds=(_UNSEEN + self.asked.seed,),
+            reference=self.asked.reference,
+            sources=self.asked.sources,
+            repeats=0,
+        )
+
+    def _evaluation_begun(self) -> bool:
+        return Folder(self.out / "evaluation").begun() is not None
+
+
+def _merge_of(typed: str) -> Merge:
+    """The technique, as typed: one that merges, alone."""
+    configuration = read_typed(typed).configuration
+    merge = configuration.techniques.merge
+    if merge is None or merge.ratio == 0 or configuration.what != (Techniques(merge), None, None):
+        raise TokenMergeError(f"--merge is {typed!r}; heal trains a Merge alone: give one, such as dit:ratio=0.5")
+    if merge.lora is not None:
+        raise TokenMergeError("--merge has a LoRA already; leave lora out")
+    return merge
+
+
+def _held_out_calls(trainer: Trainer, items: Sequence[Item], steps: Sequence[int], seed: int) -> list[NoisedCall]:
+    """Held-out pictures at noise levels of the whole window, the same in every run."""
+    chosen = [steps[(2 * place + 1) * len(steps) // (2 * _LEVELS)] for place in range(_LEVELS)]
+    return [
+        trainer.call_at([item], [item.caption], step, seed + number)
+        for number, item in enumerate(items)
+        for step in dict.fromkeys(chosen)
+    ]

@@ -1,0 +1,198 @@
+"""The training loop: make the merged model's output the plain model's, on noised pictures.
+
+What a step does follows from the seed and its number alone, so that a run that was killed goes on as if it had not.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import api
+from ...config import Merge
+from ...errors import TokenMergeError
+from ..files import write_file
+from .adapter import Adapter
+from .data import Item
+from .noising import NoisedCall, Noising
+
+# Of the steps, over which the learning rate rises.
+_WARM_UP = 0.05
+_LONGEST_GRADIENT = 1.0
+# Of captions, that are left out where guidance calls the denoiser without them in calls of their own.
+_EMPTY = 0.3
+# Steps whose mean loss is shown.
+_RECENT = 50
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What is trained with, and how."""
+
+    items: Sequence[Item]
+    steps: int
+    batch: int
+    lr: float
+    seed: int
+    width: int
+    height: int
+
+    def rate(self, step: int) -> float:
+        """The learning rate: it rises, then falls as a cosine."""
+        warm_up = max(1, round(_WARM_UP * self.steps))
+        if step < warm_up:
+            return self.lr * (step + 1) / warm_up
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * (step - warm_up) / max(1, self.steps - warm_up)))
+
+    def batch_at(self, step: int, process: int, processes: int) -> list[Item]:
+        """The pictures of a step: all of them, in another order in every round."""
+        first = (step * processes + process) * self.batch
+        return [self._at(place) for place in range(first, first + self.batch)]
+
+    def _at(self, place: int) -> Item:
+        turn, place = divmod(place, len(self.items))
+        order = list(range(len(self.items)))
+        random.Random(f"{self.seed} {turn}").shuffle(order)
+        return self.items[order[place]]
+
+
+@dataclass
+class Progress:
+    """How far training has come."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class Trainer:
+    """A denoiser with an adapter, and the calls it learns from."""
+
+    def __init__(
+        self, adapter: Adapter, noising: Noising, merge: Merge, lessons: Lessons, device: torch.device, dtype: str
+    ) -> None:
+        self.adapter = adapter
+        self.lessons = lessons
+        self._noising = noising
+        # Calls are drawn from its window, and are no steps of a schedule.
+        self._merge = merge.replace(start=0.0, stop=1.0)
+        self._device = device
+        self._half = None if dtype == "float32" else getattr(torch, dtype)
+        self.optimizer = torch.optim.AdamW(adapter.weights.values(), lr=lessons.lr, weight_decay=0.0)
+        adapter.denoiser.enable_gradient_checkpointing()
+
+    def call(self, items: Sequence[Item], rng: random.Random) -> NoisedCall:
+        """Pictures with the noise of some step that merges."""
+        step, seed = rng.choice(self._noising.steps), rng.randrange(2**31)
+        captions = [item.caption for item in items]
+        call = self.call_at(items, captions, step, seed)
+        empty = ["" if rng.random() < _EMPTY else caption for caption in captions]
+        if call.rows > len(items) or empty == captions:
+            return call
+        return self.call_at(items, empty, step, seed)
+
+    def call_at(self, items: Sequence[Item], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
+        """Pictures with the noise of one step."""
+        pictures = [item.load(self.lessons.width, self.lessons.height) for item in items]
+        return self._noising.call(pictures, captions, step, seed)
+
+    def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
+        """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
+        loss = self.rehearse(call, model)
+        torch.nn.utils.clip_grad_norm_(self.adapter.weights.values(), _LONGEST_GRADIENT)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return loss
+
+    def rehearse(self, call: NoisedCall, model: nn.Module | None = None) -> float:
+        """The loss of a call, and the gradients of the adapter's weights; these are left as they are."""
+        denoiser, target = self.adapter.denoiser, self._target(call)
+        self.optimizer.zero_grad()
+        denoiser.train()
+        # Also in the backward pass, in which checkpointed blocks run once more.
+        with api.applied(denoiser, self._merge):
+            loss = self._error(call, target, model or denoiser)
+            loss.backward()
+        denoiser.eval()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def error(self, calls: Sequence[NoisedCall], *, healed: bool) -> float:
+        """The mean loss of some calls, with the adapter or without."""
+        denoiser, found = self.adapter.denoiser, []
+        for call in calls:
+            target = self._target(call)
+            self.adapter.enable(healed)
+            with api.applied(denoiser, self._merge):
+                found.append(float(self._error(call, target, denoiser)))
+        self.adapter.enable(True)
+        return sum(found) / len(found)
+
+    def _target(self, call: NoisedCall) -> Tensor:
+        """What the plain model makes of a call."""
+        self.adapter.enable(False)
+        with torch.no_grad(), self._mixed():
+            target = call.output(self.adapter.denoiser).float()
+        self.adapter.enable(True)
+        return target
+
+    def _error(self, call: NoisedCall, target: Tensor, model: nn.Module) -> Tensor:
+        with self._mixed():
+            output = call.output(model)
+        return (output.float() - target).square().mean()
+
+    def _mixed(self) -> AbstractContextManager[Any]:
+        """The adapter is fp32, and computes in the denoiser's type."""
+        return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+
+    # Checkpoints.
+
+    def save(self, path: Path, progress: Progress) -> None:
+        state = {"lora": self.adapter.state(), "optimizer": self.optimizer.state_dict(), **vars(progress)}
+        write_file(path, lambda file: torch.save(state, file))
+
+    def restore(self, path: Path) -> Progress:
+        """Go on from a checkpoint."""
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise TokenMergeError(f"{path} cannot be read ({error}); remove it to train anew") from error
+        self.adapter.load(state["lora"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return Progress(state["step"], state["losses"])
+
+
+def train(
+    trainer: Trainer,
+    model: nn.Module,
+    progress: Progress,
+    keep: Callable[[Progress], None],
+    *,
+    every: int,
+    process: int = 0,
+    processes: int = 1,
+) -> None:
+    """Train to the end. keep: is given the progress after every so many steps, and at the end."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    lessons = trainer.lessons
+    with tqdm(total=lessons.steps, initial=progress.step, desc="heal", disable=process > 0, leave=False) as bar:
+        while progress.step < lessons.steps:
+            step = progress.step
+            rng = random.Random(f"{lessons.seed} {step} {process}")
+            call = trainer.call(lessons.batch_at(step, process, processes), rng)
+            progress.losses.append(trainer.learn(call, model, lessons.rate(step)))
+            progress.step += 1
+            recent = progress.losses[-_RECENT:]
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.4g}", refresh=False)
+            bar.update()
+            if progress.step % every == 0 or progress.step == lessons.steps:
+                keep(progress)

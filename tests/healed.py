@@ -1,0 +1,27 @@
+"""Healed LoRAs of random weights, in files as `tokenmerge heal` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmerge import Merge
+from tokenmerge.families import family_of
+from tokenmerge.merging.places import merge_places
+from tokenmerge.tools.healing.adapter import Adapter
+
+
+def healed(denoiser: Any, merge: Merge, path: Path, dtype: torch.dtype = torch.float32) -> Merge:
+    """The technique with a LoRA for this denoiser, which is not to be used any more."""
+    places = merge_places(denoiser, family_of(denoiser), merge)
+    blocks = {place.block.name: place.block for place in places if not place.skipped}
+    adapter = Adapter(denoiser, blocks.values(), rank=2, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in adapter.weights.values():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    part = "unet" if "UNet" in type(denoiser).__name__ else "transformer"
+    adapter.write(path, part, merge, dtype)
+    return merge.replace(lora=path)

@@ -1,0 +1,222 @@
+"""`tokenmerge heal` on the bundled models: it trains, survives being killed, reports, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import tokenmerge
+from tokenmerge import TokenMergeError
+from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.merging.places import merge_places
+from tokenmerge.presets import preset
+from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.drawing.studio import Setup, Studio
+from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.healing.adapter import Adapter
+from tokenmerge.tools.healing.data import read_items, split
+from tokenmerge.tools.healing.noising import Noising
+from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal
+from tokenmerge.tools.healing.training import Lessons, Trainer
+from tokenmerge.tools.loading import load_pipeline
+
+ASKED = Healing(
+    model="tiny-flux",
+    merge="dit:ratio=0.5",
+    prompts=read_prompts(limit=3),
+    number=4,
+    held_out=1,
+    rank=4,
+    steps=8,
+    batch=2,
+    lr=0.001,
+    every=4,
+    denoising_steps=3,
+    size=(64, 64),
+    device="cpu",
+    threads=1,
+)
+# The same for the command line.
+TYPED = [
+    *("--model", "tiny-flux", "--merge", "dit:ratio=0.5", "--number", "4", "--held-out", "1", "--rank", "4"),
+    *("--steps", "8", "--batch", "2", "--lr", "0.001", "--every", "4", "--denoising-steps", "3", "--size", "64x64"),
+    *("--device", "cpu", "--threads", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which all is done."""
+    out = tmp_path_factory.mktemp("heal") / "out"
+    assert heal(ASKED, out) is not None
+    return out
+
+
+@pytest.fixture
+def pictures(done: Path, tmp_path: Path) -> Path:
+    """A folder of pictures, with captions."""
+    return Path(shutil.copytree(done / "pictures", tmp_path / "pictures"))
+
+
+def test_the_loss_falls(pictures: Path) -> None:
+    """With pictures and noise as they are at first; over few steps of others it depends on these more."""
+    merge = preset("dit")
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), device="cpu", threads=1))
+    denoiser = denoiser_of(studio.pipe)
+    places = merge_places(denoiser, family_of(denoiser), merge)
+    adapter = Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 4, 0)
+    items = read_items(pictures)[:2]
+    lessons = Lessons(items, steps=6, batch=2, lr=0.003, seed=0, width=64, height=64)
+    trainer = Trainer(adapter, Noising(studio.pipe, studio.request, merge), merge, lessons, studio.device, "float32")
+    call = trainer.call_at(items, ["a rose", ""], step=10, seed=0)
+    before = trainer.error([call], healed=True)
+    # A LoRA changes nothing at first.
+    assert before == pytest.approx(trainer.error([call], healed=False), rel=1e-5)
+    losses = [trainer.learn(call, denoiser, 0.003) for _ in range(6)]
+    assert losses[0] == pytest.approx(before, rel=1e-5)
+    assert trainer.error([call], healed=True) < 0.8 * before
+    assert trainer.error([call], healed=False) == pytest.approx(before, rel=1e-5)
+
+
+def test_a_run_leaves_a_card_figures_and_pictures(done: Path) -> None:
+    told = json.loads((done / "results.json").read_text())
+    assert told["held_out_loss"]["healed"] != told["held_out_loss"]["merged"]
+    assert [row["label"] for row in told["results"]] == ["none", "merged", "healed"]
+    drift = {row["label"]: row["metrics"].get("mse", {}).get("mean") for row in told["results"]}
+    assert drift["healed"] != drift["merged"]
+    card = (done / "README.md").read_text()
+    for words in ("tiny-flux", "method='toma'", "drawn by the plain model, 3 pictures", "8 steps of 2 x 1"):
+        assert words in card
+    with Image.open(done / "strip.png") as strip:
+        assert strip.width > 3 * 64
+
+
+def test_its_lora_is_for_merge_and_for_the_pipeline(done: Path) -> None:
+    pipe, _ = load_pipeline("tiny-flux", torch.float32, torch.device("cpu"))
+    tokenmerge.apply(pipe, "dit", ratio=0.5, lora=done / LORA)
+    tokenmerge.remove(pipe)
+    pipe.load_lora_weights(done / LORA)
+    (adapters,) = pipe.get_list_adapters().values()
+    assert len(adapters) == 1
+    loaded = {name: weight for name, weight in pipe.transformer.named_parameters() if ".lora_B." in name}
+    assert loaded
+    assert all(weight.abs().max() > 0 for weight in loaded.values())
+    with pytest.raises(TokenMergeError, match=r"healed for ratio=0\.5, and ratio=0\.25 is applied"):
+        tokenmerge.apply(pipe, "dit", ratio=0.25, lora=done / LORA)
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(done: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(ASKED.prompts))
+    command = [sys.executable, "-m", "tokenmerge", "heal", *TYPED, "--prompts", str(prompts), "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not (out / "checkpoint.pt").is_file() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / LORA).exists()
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] in (4, 8)
+    outcome = heal(ASKED, out, resume=True)
+    assert outcome is not None
+    assert (out / LORA).read_bytes() == (done / LORA).read_bytes()
+    told, before = (json.loads((each / "results.json").read_text()) for each in (out, done))
+    assert told["loss"] == before["loss"]
+    assert told["held_out_loss"] == before["held_out_loss"]
+
+
+def test_what_is_there_is_not_overwritten(done: Path) -> None:
+    with pytest.raises(TokenMergeError, match=r"holds a run of heal; add --resume"):
+        heal(ASKED, done)
+    with pytest.raises(TokenMergeError, match=r"was begun with rank 4, not 8"):
+        heal(replace(ASKED, rank=8), done, resume=True)
+
+
+def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
+    """A UNet, whose guidance takes two rows of a call for every picture; with pictures of one's own."""
+    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), steps=3, every=2)
+    outcome = heal(asked, tmp_path / "out")
+    assert outcome is not None
+    assert outcome.settings["merge"]["skip_first"] == 0
+    pipe, _ = load_pipeline("tiny-sdxl", torch.float32, torch.device("cpu"))
+    states = []
+    for name in (LORA, LORA_FOR_COMFYUI):
+        pipe.load_lora_weights(tmp_path / "out" / name)
+        states.append({name: each for name, each in pipe.unet.named_parameters() if "lora_" in name})
+        pipe.unload_lora_weights()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+
+
+def test_unreadable_pictures_are_named_and_left_out(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (whole,) = list(pictures.glob("00000.png"))
+    for number in range(10):
+        shutil.copy(whole, pictures / f"copy{number}.png")
+    (pictures / "bad.png").write_bytes(whole.read_bytes()[:200])
+    items = read_items(pictures)
+    assert len(items) == 14
+    assert "bad.png" in capsys.readouterr().err
+    listed = tmp_path / "list.txt"
+    listed.write_text("pictures/00000.png\npictures/00001.png\n")
+    assert [item.caption for item in read_items(listed)] == list(ASKED.prompts[:2])
+    for number in range(2):
+        (pictures / f"worse{number}.png").write_bytes(b"")
+    with pytest.raises(TokenMergeError, match=r"3 of 17 pictures cannot be read \(.*bad\.png.*\); at most 10%"):
+        read_items(pictures)
+
+
+def test_every_round_sees_every_picture(pictures: Path) -> None:
+    items, held_out = split(read_items(pictures), 1, seed=3)
+    assert len(held_out) == 1
+    assert held_out[0] not in items
+    lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0, width=64, height=64)
+    # Two processes, three pictures: three steps are four rounds.
+    seen = [item for step in range(3) for process in range(2) for item in lessons.batch_at(step, process, 2)]
+    assert all(seen.count(item) == 4 for item in items)
+    rates = [lessons.rate(step) for step in range(100)]
+    assert max(rates) == 1.0
+    assert rates[:5] == sorted(rates[:5])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "holding": ({"merge": "dit + hold"}, r"heal trains a Merge alone"),
+    "nothing merged": ({"merge": "dit:ratio=0"}, r"heal trains a Merge alone"),
+    "no such technique": ({"merge": "tomato"}, r"'tomato' is unknown"),
+    "not mergeable": ({"merge": "todo"}, r"use another method, such as 'pool'"),
+    "half precision": ({"dtype": "float16"}, r"gradients vanish; use bfloat16 or float32"),
+    "learning rate": ({"lr": 0.0}, r"--lr is 0\.0; it must be positive"),
+    "no folder": ({"data": Path("nowhere")}, r"nowhere is not there"),
+    "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
+    "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),
+    "memory": ({"batch": 10_000_000}, r"--batch 10000000 takes about \S+ GiB to train, and cpu has .*use --batch \d+"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(case: str, pictures: Path, tmp_path: Path) -> None:
+    changes, told = REFUSED[case]
+    with pytest.raises(TokenMergeError, match=told):
+        heal(replace(ASKED, **{"data": pictures, **changes}), tmp_path / "out")
+    assert not (tmp_path / "out" / LORA).exists()
+
+
+def test_an_empty_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["heal", *TYPED, "--data", str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 2
+    assert "holds no picture" in capsys.readouterr().err.splitlines()[-1]
