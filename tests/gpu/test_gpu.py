@@ -323,7 +323,7 @@ def test_graphs_of_every_kind_of_step_give_what_launches_give(build: Build, site
     assert loop.graphs == (2 if sites else 1)
     if sites:
         groups = tokenmerge.summary(loop.denoiser).groups
-        assert {(group["selected"], group["weighed"]) for group in groups} == {(10, 20)}
+        assert {(group["selected"], group["weighed"]) for group in groups} == {(2, 4)}
     tokenmerge.uncompile(loop.denoiser)
     assert torch.equal(loop.run(), launched[1])
     assert "forward" not in vars(loop.denoiser)

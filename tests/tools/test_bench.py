@@ -102,10 +102,13 @@ def driven_unet(techniques: Techniques, steps: int) -> tuple[Loop, Callable[[], 
         return sum(group["selected"] for group in groups), sum(group["weighed"] for group in groups)
 
     def call() -> str:
-        selected, weighed = renewals()
+        clock, (selected, weighed) = unet._tokenmerge.state.follower.clock, renewals()
+        image = clock.image
         with torch.inference_mode():
             unet(**arguments, return_dict=False)
         step = unet._tokenmerge.state.step
+        if clock.image != image:
+            selected = weighed = 0
         if step.kind == "merged":
             now = renewals()
             step = step._replace(maps="select" if now[0] > selected else "reweigh" if now[1] > weighed else "reuse")

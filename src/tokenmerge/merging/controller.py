@@ -69,6 +69,8 @@ class Merging:
 
     def begin_image(self) -> None:
         self._begins = True
+        for group in self.groups:
+            group.selections = group.weighings = 0
 
     def enter(self, call: DenoiserCall, step: Step, *, waits: bool) -> None:
         """See how tokens lie, and lay out tensors of their size. waits: whether calls wait for the device anyway."""

@@ -62,6 +62,7 @@ class MergeGroup:
         self.grids: tuple[TokenGrid, ...] = ()
         self.partition: Partition | None = None
         self.backend = "not run yet"
+        # In this image.
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
