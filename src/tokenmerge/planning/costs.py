@@ -9,8 +9,9 @@ from ..config import Merge
 from ..families.base import Block
 from ..families.calls import DenoiserCall, TokenGrid, grids_at_level
 from ..merging.grid import Layout, shard_partition
-from ..merging.methods import method_for
+from ..merging.methods import Made, method_for
 from ..merging.places import MergePlace
+from ..runtime.timeline import MERGED, Step
 
 # How the paper's 7 d^2 N + 2 d N^2 multiplications of a block divide over its components: (d^2 N, d N^2).
 _SHARES = {"self_attention": (3, 2), "cross_attention": (2, 0), "mlp": (2, 0)}
@@ -30,7 +31,7 @@ class PlannedGroup:
     regions: str
     total: float  # multiplications of a full call
     saved: float  # of which a merged call saves
-    spent: float  # and spends on merging itself
+    spent: float  # and spends on merging itself, on average
 
     @property
     def merged(self) -> int:
@@ -39,20 +40,31 @@ class PlannedGroup:
 
 
 def planned_groups(
-    blocks: Sequence[Block], places: Sequence[MergePlace], technique: Merge | None, call: DenoiserCall
+    blocks: Sequence[Block],
+    places: Sequence[MergePlace],
+    technique: Merge | None,
+    call: DenoiserCall,
+    timeline: Sequence[Step],
 ) -> list[PlannedGroup]:
     """The groups of a model in the call that an image of some size leads to."""
-    found = []
+    found, made = [], _made(timeline)
     for name in dict.fromkeys(block.group for block in blocks):
         members = [block for block in blocks if block.group == name]
         inside = {block.name for block in members}
         merging = [place for place in places if place.block.name in inside and not place.skipped]
-        found.append(_group(name, members, merging, technique, call))
+        found.append(_group(name, members, merging, technique, call, made))
     return found
 
 
+def _made(timeline: Sequence[Step]) -> Made:
+    """How often merged steps make maps. Held steps in between bring that about more often than intervals say."""
+    maps = [step.maps for step in timeline if step.kind == MERGED]
+    merged = len(maps) or 1
+    return Made(maps.count("select") / merged, sum(each != "reuse" for each in maps) / merged)
+
+
 def _group(
-    name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall
+    name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall, made: Made
 ) -> PlannedGroup:
     (grid,), width = grids_at_level(call, members[0].level), members[0].width
     total = len(members) * _work(tuple(_SHARES), grid.count, width)
@@ -70,7 +82,7 @@ def _group(
     saved = spent = 0.0
     if layout.merged < layout.tokens:
         saved = sum(_saved(place, layout, width, keys_values=method.KEYS_VALUES) for place in places)
-        spent = method.spent(layout, width, settled, blocks=blocks, merges=len(places))
+        spent = method.spent(layout, width, settled, made, blocks=blocks, merges=len(places))
     regions = partition.description
     return PlannedGroup(name, len(members), blocks, len(places), width, grid, layout, regions, total, saved, spent)
 

@@ -168,11 +168,11 @@ def make_plan(
         if hold.what == "auto":
             raise ValueError("what Hold holds is not decided")
         runs = held_runs(denoiser, family, hold.what)
-    groups: tuple[PlannedGroup, ...] = ()
-    if call is not None and call.grids:
-        groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call))
     timeline = timeline_of(merge if any(not site.skipped for site in sites) else None, hold)
     kinds = tuple(timeline.steps(steps, levels))
+    groups: tuple[PlannedGroup, ...] = ()
+    if call is not None and call.grids:
+        groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call, kinds))
     return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, lora)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ class Given:
     def samples(self) -> int:
         """Of destinations: one for all, or one for each of the batch."""
         return 1 if self.shared else self.tokens.shape[0]
+
+
+class Made(NamedTuple):
+    """Shares of the merged steps in which maps are made."""
+
+    selected: float
+    weighed: float
 
 
 class Method(ABC, Generic[Map]):
@@ -80,7 +87,7 @@ class Method(ABC, Generic[Map]):
         """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
 
     @abstractmethod
-    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
         """Multiplications that merging itself costs in one denoiser call, in a group that merges `merges` times in
         `blocks` blocks."""
 
@@ -99,8 +106,8 @@ class LinearMethod(Method[MergeMap]):
     def splits(self, technique: Merge) -> bool:
         return "whole" not in (technique.select_in.kind, technique.merge_in.kind)
 
-    def making(self, layout: Layout, width: int, technique: Merge) -> float:
-        """Multiplications of selection and weights, spread over their intervals."""
+    def making(self, layout: Layout, width: int, technique: Merge, made: Made) -> float:
+        """Multiplications of selection and weights in one denoiser call."""
         return 0.0
 
     def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> MergeMap:
@@ -119,8 +126,8 @@ class LinearMethod(Method[MergeMap]):
             destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
         merge_map.fill(given.partition, destinations, *self.weigh(given, destinations))
 
-    def spent(self, layout: Layout, width: int, technique: Merge, *, blocks: int, merges: int) -> float:
-        return self.making(layout, width, technique) + 2 * merges * layout.tokens * layout.merge_count * width
+    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
+        return self.making(layout, width, technique, made) + 2 * merges * layout.tokens * layout.merge_count * width
 
 
 class ClusterMethod(Method[ClusterMap]):

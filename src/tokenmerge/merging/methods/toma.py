@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...config import SELECTIONS, Merge
 from ..grid import Layout
-from .base import Given, LinearMethod
+from .base import Given, LinearMethod, Made
 
 
 class Toma(LinearMethod):
@@ -57,8 +57,8 @@ class Toma(LinearMethod):
             unmerge = ops.pinv_weights(merge, fallback=unmerge)
         return merge, unmerge
 
-    def making(self, layout: Layout, width: int, technique: Merge) -> float:
+    def making(self, layout: Layout, width: int, technique: Merge, made: Made) -> float:
         looks = technique.selection not in ("random", "uniform")
-        selection = looks * layout.tokens * layout.select_size * width / technique.destinations_every
-        weights = layout.tokens * (layout.merge_count + 1) * width / technique.weights_every
-        return selection + weights
+        selection = looks * layout.tokens * layout.select_size * width
+        weights = layout.tokens * (layout.merge_count + 1) * width
+        return made.selected * selection + made.weighed * weights
