@@ -21,8 +21,8 @@ _PAPER = Merge(regions="stripe:256", merge_regions="whole", sites="component")
 # In its package's form: matched on self-attention's tokens at every call. The package merges level 1 only by default,
 # where SDXL has no attention; here all levels merge.
 _TOMESD = Merge(method="tomesd", regions="whole", selection="random", sites="component", components=("self_attention",))
-# Cells of 2x2, as ToDo has them. Other ratios make other cells.
-_CELLS = Merge(ratio=0.75, regions="tile:2x2")
+# Makes cells of 2x2, as ToDo has them.
+_CELLS = 0.75
 _PRESETS: dict[str, Merge | Hold] = {
     "hold": Hold(),
     # Small tiles, which keep pictures better than large ones, and one merge per block; in joint-attention models the
@@ -38,8 +38,8 @@ _PRESETS: dict[str, Merge | Hold] = {
     "lower-bound": _PAPER.replace(method="lower-bound", regions="tile:64", merge_regions=None),
     "tomesd": _TOMESD,
     "tofu": _TOMESD.replace(method="tofu"),
-    "todo": _CELLS.replace(method="todo", sites="component", components=("self_attention",)),
-    "pool": _CELLS.replace(method="pool"),
+    "todo": Merge(ratio=_CELLS, method="todo", sites="component", components=("self_attention",)),
+    "pool": Merge(ratio=_CELLS, method="pool"),
     "random": Merge(method="random"),
     "uniform": Merge(method="uniform"),
     "none": Merge(ratio=0.0),

@@ -6,6 +6,7 @@ ToMeSD is compared with the `tomesd` package itself, in fp64, where rounding dec
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +225,59 @@ def test_what_a_method_cannot_do_is_refused(kind: str, method: str, options: dic
     with pytest.raises(TokenMergeError, match=message):
         apply(pipe, method, **options)
     assert same(attributes(pipe), before)
+
+
+# A value of every field that may go unread.
+CHANGED: dict[str, Any] = {
+    "regions": "tile:8x8",
+    "merge_regions": "whole",
+    "selection": "stochastic",
+    "similarity": "dot",
+    "temperature": 0.1,
+    "merge": "pick",
+    "unmerge": "pinv",
+    "destinations_every": 3,
+    "weights_every": 2,
+    "seed": 3,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fields_that_a_method_does_not_read_are_refused(method: str) -> None:
+    """Before anything changes; what is read, or says what the method does anyway, is taken."""
+    pipe = tiny.build("sdxl")
+    before = attributes(pipe)
+    technique = merge_by(method)
+    read = method_for(technique)
+    assert set(read.unread) <= CHANGED.keys()
+    for name, value in CHANGED.items():
+        changed = technique.replace(**{name: value})
+        if name in read.unread:
+            told = f"{name} is {value!r}, and method '{method}' does not read it; leave it out, or use method='toma'"
+            with pytest.raises(TokenMergeError, match=re.escape(told)):
+                tokenmerge.apply(pipe, changed)
+            read.check_read(technique.replace(**{name: getattr(read.settle(technique), name)}))
+        elif (method, name) not in (("tomesd", "selection"), ("tofu", "selection")):
+            read.check_read(changed)
+    assert same(attributes(pipe), before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_says_it_does_not_read_changes_no_map(method: str) -> None:
+    """And what it reads changes one, but for when maps are made."""
+    grid = TokenGrid(16, 16)
+    tokens = tiny.noise(2, grid.count, 8)
+    chosen = "random" if method in ("tomesd", "tofu", "random") else "facility-location"
+    technique = Merge(method=method, ratio=0.75, regions="tile:4x4", selection=chosen)
+    expected = [*filled_map(technique, tokens, grid).tensors]
+    for name, value in CHANGED.items():
+        if name == "selection" and method in ("tomesd", "tofu"):
+            value = "uniform"
+        if name == "seed" or name.endswith("_every"):
+            continue
+        made = filled_map(technique.replace(**{name: value}), tokens, grid).tensors
+        equal = len(made) == len(expected) and all(map(torch.equal, made, expected))
+        assert equal == (name in method_for(technique).unread), name
 
 
 def test_a_grid_without_cells_is_refused_and_of_several_images_the_first_merges() -> None:

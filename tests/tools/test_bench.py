@@ -84,6 +84,12 @@ def test_candidates_are_techniques_and_bounds_of_what_merges_linearly() -> None:
     ]
 
 
+def test_what_a_bound_does_not_read_makes_no_bound_of_its_own() -> None:
+    found = candidates("dit", "dit:merge=pick,temperature=0.1,destinations_every=2")
+    assert [each.label.startswith("lower-bound") for each in found] == [False, True, False, False]
+    tokenmerge.plan(tiny.build("flux"), found[1].techniques, height=64, width=64)
+
+
 def test_a_cache_has_no_steps_that_could_be_timed_one_by_one() -> None:
     with pytest.raises(TokenMergeError, match="decides by the picture what runs; use eval"):
         candidates("none + mag")
@@ -121,7 +127,7 @@ MERGE = Merge(levels=(4,), regions="tile:2x2")
 DRIVEN = {
     "merge": Techniques(MERGE),
     "late": Techniques(MERGE.replace(start=0.25)),
-    "pool": Techniques(MERGE.replace(method="pool")),
+    "pool": Techniques(Merge(method="pool", levels=(4,))),
     "bound": Techniques(MERGE.replace(method="lower-bound")),
     "late bound": Techniques(MERGE.replace(method="lower-bound", start=0.25)),
     "hold": Techniques(hold=Hold(what="blocks")),
@@ -363,7 +369,7 @@ def test_rounds_are_pooled_and_medians_summed() -> None:
         bench.speed_up(merged, [merged])
 
 
-@pytest.mark.parametrize("change", ["start=0.5", "stop=0.5", "skip_first=2", "merge=pick", "ratio=0.75"])
+@pytest.mark.parametrize("change", ["start=0.5", "stop=0.5", "skip_first=2", "regions=tile:8x8", "ratio=0.75"])
 def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
     made = candidates("dit", f"dit:{change}", "tomesd", "hold", "dit + hold")
     # Twice and three times as fast as the plain one, and merging takes 10 and 20 % longer than that.

@@ -22,9 +22,10 @@ from interrupts import interrupt
 from judges import write_networks
 from PIL import Image
 
+import tiny
 import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.config import Techniques
+from tokenmerge.config import METHODS, Techniques
 from tokenmerge.families import Family
 from tokenmerge.presets import read_file
 from tokenmerge.tools.cli.main import main
@@ -41,7 +42,7 @@ from tokenmerge.tools.tuning.halving import front, layers, rung_sizes, survivors
 from tokenmerge.tools.tuning.rivals import read_rivals
 from tokenmerge.tools.tuning.samples import shares
 from tokenmerge.tools.tuning.search import Search, tune
-from tokenmerge.tools.tuning.space import HOLD_AXES, MERGE_AXES, WHAT, draw_candidates, fits_regions
+from tokenmerge.tools.tuning.space import HOLD_AXES, MERGE_AXES, WHAT, draw_candidates, fits
 from tokenmerge.tools.typed import Configuration, default_techniques, read_configurations, read_typed
 
 MSE = BY_NAME["mse"]
@@ -225,9 +226,21 @@ def test_candidates_that_cannot_be(typed: tuple[str, ...], count: int, words: st
     assert words in str(caught.value)
 
 
-def test_regions_that_cannot_remove_what_is_asked() -> None:
-    assert not fits_regions(Merge(ratio=0.375, regions="tile:2x2"))
-    assert fits_regions(Merge(ratio=0.375, regions="tile:4x4"))
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "todo"])
+def test_no_candidate_has_what_its_method_does_not_read(method: str) -> None:
+    """Nor a ratio that the method refuses, which the model would."""
+    asked = read_typed(f"{'unet' if method == 'toma' else method}:seed=0")
+    found = draw_candidates([asked], outline("tiny-sdxl").family, 20, seed=0)
+    for each in found:
+        assert each.techniques.merge is not None
+        tokenmerge.plan(tiny.sdxl_unet(), each.techniques, height=256, width=256, vae_scale_factor=8)
+
+
+def test_ratios_that_cannot_be_had() -> None:
+    assert not fits(Merge(ratio=0.375, regions="tile:2x2"))
+    assert fits(Merge(ratio=0.375, regions="tile:4x4"))
+    assert not fits(Merge(method="pool", ratio=0.25))
+    assert fits(Merge(method="pool", ratio=0.875))
 
 
 def dominates(first: Point, second: Point) -> bool:

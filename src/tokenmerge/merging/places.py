@@ -105,6 +105,7 @@ def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], tech
         raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
     method = method_for(technique)
     method.settle(technique)
+    method.check_read(technique)
     if technique.sites not in method.SITES:
         raise TokenMergeError(
             f"method {technique.method!r} cannot be applied at sites={technique.sites!r}; "

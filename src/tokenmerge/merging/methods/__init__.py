@@ -15,8 +15,8 @@ __all__ = ["Given", "Made", "Method", "method_for"]
 
 _METHODS: dict[str, Method[Any]] = {
     "toma": Toma(),
-    "random": Toma(),
-    "uniform": Toma(),
+    "random": Toma(unread=("selection",)),
+    "uniform": Toma(unread=("selection", "seed")),
     "lower-bound": LowerBound(),
     "pool": Pool(),
     "tomesd": Bipartite(),

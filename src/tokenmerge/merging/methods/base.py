@@ -21,6 +21,11 @@ from ..ops import reference
 
 Map = TypeVar("Map", MergeMap, ClusterMap)
 
+# Fields that say how ToMA weighs, and when it makes maps.
+WEIGHTS = ("similarity", "temperature", "merge", "unmerge", "destinations_every", "weights_every")
+# Fields that say where maps are made.
+REGIONS = ("regions", "merge_regions")
+
 
 @dataclass(frozen=True)
 class Given:
@@ -55,10 +60,23 @@ class Method(ABC, Generic[Map]):
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
     SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
     label: str = ""  # what tells the groups of a method apart that differs between layers
+    unread: tuple[str, ...] = ()  # fields that it never reads, or decides by itself
 
     def settle(self, technique: Merge) -> Merge:
         """The technique with what the method decides by itself; raises where it cannot do what is asked."""
         return technique
+
+    def check_read(self, technique: Merge) -> None:
+        """Refuse a field that was changed and does nothing. One may say what the method decides anyway."""
+        usual = Merge()
+        own = self.settle(technique.replace(**{name: getattr(usual, name) for name in self.unread}))
+        for name in self.unread:
+            value = getattr(technique, name)
+            if value not in (getattr(usual, name), getattr(own, name)):
+                raise TokenMergeError(
+                    f"{name} is {value!r}, and method {technique.method!r} does not read it; leave it out, or use "
+                    "method='toma'"
+                )
 
     # What follows is given a settled technique.
 

@@ -18,7 +18,7 @@ from ...families.calls import TokenGrid
 from ...runtime.timeline import ALWAYS
 from ..clustermap import ClusterMap
 from ..grid import Layout, Partition
-from .base import ClusterMethod, Given, Made
+from .base import REGIONS, WEIGHTS, ClusterMethod, Given, Made
 
 _SIDE = 2
 # Destinations are never removed.
@@ -31,6 +31,7 @@ class Bipartite(ClusterMethod):
     tokens that enter it: one matching for all components of the block."""
 
     RENEWS = ALWAYS
+    unread = (*REGIONS, *WEIGHTS)
 
     rule: str = "mean"
     label: str = ""

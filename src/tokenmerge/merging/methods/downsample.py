@@ -17,10 +17,12 @@ from ...errors import TokenMergeError
 from ...runtime.timeline import ONCE
 from ..clustermap import ClusterMap
 from ..grid import Layout
-from .base import ClusterMethod, Given, LinearMethod, Made
+from .base import REGIONS, WEIGHTS, ClusterMethod, Given, LinearMethod, Made
 
 # So that 0.667 may be written for two thirds.
 _TOLERANCE = 0.01
+# The ratio gives the cells, and nothing is random.
+_UNREAD = (*REGIONS, "selection", *WEIGHTS, "seed")
 
 
 def in_cells(technique: Merge) -> Merge:
@@ -56,6 +58,7 @@ class Pool(LinearMethod):
     """Average pooling of cells, and nearest upsampling back. A cell has the position of its first token."""
 
     RENEWS = ONCE
+    unread = _UNREAD
 
     def settle(self, technique: Merge) -> Merge:
         return in_cells(technique)
@@ -86,6 +89,7 @@ class ToDo(ClusterMethod):
     KEYS_VALUES = True
     SITES = ("component",)
     rule = "prune"
+    unread = _UNREAD
 
     def settle(self, technique: Merge) -> Merge:
         return in_cells(super().settle(technique))

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from ...config import Merge
 from ...runtime.timeline import ONCE
-from .base import Given, LinearMethod
+from .base import WEIGHTS, Given, LinearMethod
 
 
 class LowerBound(LinearMethod):
     RENEWS = ONCE
+    unread = ("selection", *WEIGHTS)
 
     def needs_host(self, technique: Merge) -> bool:
         return True

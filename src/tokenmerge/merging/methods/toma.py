@@ -5,6 +5,8 @@ The controls `random` and `uniform` are the same with destinations that do not l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from ...config import SELECTIONS, Merge
@@ -12,7 +14,10 @@ from ..grid import Layout
 from .base import Given, LinearMethod, Made
 
 
+@dataclass(frozen=True)
 class Toma(LinearMethod):
+    unread: tuple[str, ...] = ()
+
     def settle(self, technique: Merge) -> Merge:
         return technique.replace(selection=technique.method) if technique.method in SELECTIONS else technique
 

@@ -14,8 +14,9 @@ from ...merging.methods import method_for
 from ...planning.plan import timeline_of
 from ..typed import NO_TECHNIQUES, Configuration
 
+_USUAL = Merge(method="lower-bound")
 # What the bound of linear merging has in place of a technique's own; the rest they share.
-BOUND: dict[str, Any] = {"method": "lower-bound", "selection": "facility-location", "unmerge": "transpose"}
+BOUND: dict[str, Any] = {name: getattr(_USUAL, name) for name in ("method", *method_for(_USUAL).unread)}
 # Methods whose merging is linear.
 _LINEAR = ("toma", *SELECTIONS)
 
@@ -53,7 +54,8 @@ def candidates_for(configurations: Sequence[Configuration]) -> list[Candidate]:
         label = _told(each.label, merge)
         if merge is not None and hold is None and merge.method in _LINEAR:
             bound = Candidate(f"lower-bound of {label}", Techniques(merge.replace(**BOUND)))
-            found[bound.label] = bound
+            if all(each.techniques != bound.techniques for each in found.values()):
+                found[bound.label] = bound
         found[label] = Candidate(label, each.techniques)
     return list(found.values())
 

@@ -10,6 +10,7 @@ from typing import Any
 from ...config import TOLERANCE, Hold, Merge, Techniques
 from ...errors import TokenMergeError
 from ...families import Family
+from ...merging.methods import method_for
 from ..fields import differing
 from ..typed import Configuration, Part, Typed, joined
 
@@ -102,7 +103,8 @@ def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
         axes = dict(MERGE_AXES) if isinstance(techniques[0], Merge) else dict(HOLD_AXES)
         if isinstance(techniques[0], Hold) and family.stages is not None:
             axes["what"] = WHAT
-        free = {name: axis for name, axis in axes.items() if part.fields.keys().isdisjoint(axis[0])}
+        fixed = {*part.fields, *(method_for(techniques[0]).unread if isinstance(techniques[0], Merge) else ())}
+        free = {name: axis for name, axis in axes.items() if fixed.isdisjoint(axis[0])}
         found.append(Searched(part, techniques[0], free))
     return tuple(found)
 
@@ -122,7 +124,7 @@ def draw_candidates(asked: Sequence[Typed], family: Family, count: int, seed: in
     while len(found) < count:
         kind, before = generator.choice(kinds), len(found)
         techniques = [each.drawn(generator) for each in kind]
-        if all(isinstance(each, Hold) or fits_regions(each) for each in techniques):
+        if all(isinstance(each, Hold) or fits(each) for each in techniques):
             _add(found, kind, techniques)
         misses = misses + 1 if len(found) == before else 0
         if misses > _PATIENCE:
@@ -139,7 +141,15 @@ def _add(found: dict[Techniques, Configuration], kind: Sequence[Searched], techn
     found.setdefault(chosen, Configuration(label, chosen))
 
 
-def fits_regions(merge: Merge) -> bool:
-    """Whether regions can remove exactly what is asked; else the candidate would be another one in disguise."""
+def fits(merge: Merge) -> bool:
+    """Whether the method can remove exactly what is asked; else the candidate would be refused, or be another one in
+    disguise."""
+    method = method_for(merge)
+    if "regions" in method.unread:
+        try:
+            method.settle(merge)
+        except TokenMergeError:
+            return False
+        return True
     height, width = merge.select_in.tile or (1, 1)
     return (merge.ratio * height * width).is_integer()
