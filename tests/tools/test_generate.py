@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import tiny
 import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.families import family_of
+from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.families.calls import TokenGrid
 from tokenmerge.tools import quality
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.drawing import pictures
+from tokenmerge.tools.drawing.comparison import Comparison, draw_rows
+from tokenmerge.tools.drawing.studio import Studio
 from tokenmerge.tools.loading import BUNDLED, Outline, load_pipeline
+from tokenmerge.tools.typed import read_configurations
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +103,25 @@ def test_without_techniques_a_picture_shows_all_four(
         if shot["techniques"]:
             assert shot["mse"] > 0
             assert shot["psnr"] == pytest.approx(10 * torch.log10(torch.tensor(255**2 / shot["mse"])).item(), abs=1e-3)
+
+
+def test_a_slow_moment_of_the_machine_costs_no_technique_its_place() -> None:
+    """Laps take turns: the plain picture is not timed while something else ran, and the others after it."""
+    asked = Comparison(model="tiny-flux", prompt="a rose", size=(64, 64), steps=3)
+    studio = Studio(asked)
+    moments = iter([2.0])
+
+    def wait(*_: Any) -> None:
+        """In the first picture of all steps."""
+        if len(studio.pipe.scheduler.timesteps) == asked.steps:
+            time.sleep(next(moments, 0.0))
+
+    hook = denoiser_of(studio.pipe).register_forward_pre_hook(wait)
+    ((plain, held),) = draw_rows(studio, asked, read_configurations(["hold:every=2,start=0"]))
+    hook.remove()
+    assert plain.seconds < 2.0
+    assert held.kinds == {"full": 2, "held": 1}
+    assert plain.seconds / held.seconds == pytest.approx(held.speed_up)
 
 
 def test_several_seeds_ratios_and_what_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
