@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Packages of quantised weights, which diffusers imports wherever it finds them: with a second more, and warnings.
+BACKENDS := $(abspath $(VENV))/backends
 # With ComfyUI, and without diffusers.
 COMFYUI ?= .venv-comfyui
 
@@ -13,6 +15,7 @@ demo: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	PYTHONPATH=$(BACKENDS) $(BIN)/python -m pytest -n 2 tests/backends
 
 test-comfyui: $(COMFYUI)/installed
 	$(COMFYUI)/bin/python -m pytest tests_comfyui
@@ -36,6 +39,8 @@ $(VENV)/installed: pyproject.toml models/pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e .[dev] -e ./models
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps triton
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps --upgrade --target $(BACKENDS) \
+	    bitsandbytes gguf ninja optimum-quanto torchao
 	touch $@
 
 $(COMFYUI)/installed: pyproject.toml models/pyproject.toml constraints.txt tests_comfyui/requirements.txt

@@ -21,7 +21,7 @@ from PIL import Image
 
 from tokenmerge.config import Techniques
 from tokenmerge.planning.tables import markdown
-from tokenmerge.presets import preset
+from tokenmerge.presets import from_data, preset
 from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
 from tokenmerge.tools.evaluation.plots import new_plot
 from tokenmerge.tools.files import write_file
@@ -174,11 +174,11 @@ def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def _is(name: str, **changes: Any) -> Callable[[dict[str, Any]], bool]:
-    techniques = Techniques.of(preset(name).replace(**changes)).to_list()
+    techniques = Techniques.of(preset(name).replace(**changes))
 
     def matches(record: dict[str, Any]) -> bool:
         alone = record["cache"] is None and record.get("schedule") is None
-        return alone and record["techniques"] == techniques
+        return alone and bool(record["techniques"]) and from_data(record["techniques"]) == techniques
 
     return matches
 

@@ -153,7 +153,7 @@ class Merge(Technique):
         stop: share of the schedule after which merging ends
         seed: of random selections
         backend: of the operations: auto, reference or triton
-        lora: file of a LoRA that `tokenmerge heal` has trained for these settings; it acts in merged steps only
+        lora: file of a LoRA that tokenmerge heal has trained for these settings; it acts in merged steps only
     """
 
     NAME: ClassVar[str] = "merge"

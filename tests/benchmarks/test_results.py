@@ -60,8 +60,9 @@ def test_labels_and_techniques_say_the_same(path: Path) -> None:
         if row["label"].startswith(BOUND):
             assert meant.merge is not None
             meant = Techniques.of(meant.merge.replace(method="lower-bound"))
-        assert row["techniques"] == meant.to_list(), row["label"]
-        assert not row["techniques"] or from_data(row["techniques"]) == meant
+        # A field that came later is not in it, and has its default.
+        told = from_data(row["techniques"]) if row["techniques"] else Techniques()
+        assert told == meant, row["label"]
         # Benchmarks have no caches.
         assert row.get("cache") == (cache.to_dict() if cache else None), row["label"]
         # Results of before had none.

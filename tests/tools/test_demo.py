@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tokenmerge import Hold, Merge, TokenMergeError, presets
 from tokenmerge.config import Techniques
 from tokenmerge.tools.demo.code import written
 from tokenmerge.tools.demo.models import Models
-from tokenmerge.tools.demo.orders import MOST_STEPS, as_typed, label_of, read_technique
+from tokenmerge.tools.demo.orders import MOST_STEPS, as_typed, fields_of, label_of, read_technique
 from tokenmerge.tools.demo.serving import served
 from tokenmerge.tools.fields import write_value
 from tokenmerge.tools.speeds import SPEEDS
@@ -188,10 +188,10 @@ def test_the_gallery_keeps_pictures_and_details_have_every_field(visit: Visit, s
     for kind in (Hold, Merge):
         page.get_by_role("tab", name=kind.__name__, exact=True).click()
         technique = getattr(SPEEDS["fastest"], kind.NAME) or kind()
-        for item in fields(kind):
-            box = page.locator(f"#tm-{kind.NAME}-{item.name}")
-            expect(box).to_contain_text(kind.field_docs()[item.name])
-            expect(box.locator("textarea")).to_have_value(write_value(getattr(technique, item.name)))
+        for name in fields_of(kind):
+            box = page.locator(f"#tm-{kind.NAME}-{name}")
+            expect(box).to_contain_text(kind.field_docs()[name])
+            expect(box.locator("textarea")).to_have_value(write_value(getattr(technique, name)))
     page.check("#tm-merge input")
     # Nobody may take that for the speed of its name.
     expect(page.locator("#tm-speed input:checked")).to_have_count(0)
@@ -336,6 +336,7 @@ def test_the_same_picture_is_the_same(site: Site) -> None:
         ({"technique": "toma:levels=16"}, "levels"),
         ({"technique": "none + mag"}, "'mag' is neither a speed nor a preset"),
         ({"technique": "hold:every=2\t+\t/etc/hostname.yaml"}, "'/etc/hostname.yaml' is neither a speed nor a preset"),
+        ({"technique": "unet:lora=/etc/hostname"}, "lora names a file of this machine, which a visitor may not"),
         ({"technique": "mine@./pyproject.json"}, "is neither a speed nor a preset"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -12,7 +12,7 @@ from ...config import Hold, Merge, Techniques
 from ..fields import write_value
 from ..speeds import DEFAULT, SPEEDS
 from .models import Models
-from .orders import LARGEST_SEED, LONGEST_PROMPT, Order, read_order, read_values
+from .orders import LARGEST_SEED, LONGEST_PROMPT, Order, fields_of, read_order, read_values
 
 Kind = type[Merge] | type[Hold]
 _KINDS: tuple[Kind, ...] = (Hold, Merge)
@@ -119,12 +119,12 @@ def _details(techniques: Techniques) -> tuple[dict[Kind, gr.Checkbox], dict[tupl
                 elem_id=f"tm-{kind.NAME}",
             )
             with gr.Group(elem_classes="tm-fields"):
-                for item in fields(kind):
-                    values[kind, item.name] = gr.Textbox(
-                        write_value(getattr(shown.get(kind) or kind(), item.name)),
-                        label=item.name,
-                        info=docs[item.name],
-                        elem_id=f"tm-{kind.NAME}-{item.name}",
+                for name in fields_of(kind):
+                    values[kind, name] = gr.Textbox(
+                        write_value(getattr(shown.get(kind) or kind(), name)),
+                        label=name,
+                        info=docs[name],
+                        elem_id=f"tm-{kind.NAME}-{name}",
                     )
     return chosen, values
 

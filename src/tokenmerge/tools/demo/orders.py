@@ -21,6 +21,8 @@ MOST_STEPS = 200
 LARGEST_SEED = 2**32 - 1
 # Times the pixels of a model's own size.
 _LARGER = 4
+# Fields that name files of this machine.
+_FILES = ("lora",)
 # Fields as a page has them: by technique and name.
 Values = Mapping[tuple[type[Merge] | type[Hold], str], str]
 
@@ -76,7 +78,11 @@ def read_technique(text: Any) -> Configuration:
                 f"{head!r} is neither a speed nor a preset{near}; speeds are {', '.join(SPEEDS)}, presets "
                 f"{', '.join(presets())}"
             )
-    return read_typed(text).configuration
+    configuration = read_typed(text).configuration
+    for name in _FILES:
+        if getattr(configuration.techniques.merge, name, None) is not None:
+            raise TokenMergeError(f"{name} names a file of this machine, which a visitor may not; leave it out")
+    return configuration
 
 
 def read_values(chosen: Mapping[type[Merge] | type[Hold], bool], values: Values) -> Configuration:
@@ -104,14 +110,19 @@ def _part(technique: Merge | Hold) -> Part:
     return min(parts, key=lambda part: len(part.fields))
 
 
+def fields_of(kind: type[Merge] | type[Hold]) -> list[str]:
+    """The fields that a visitor may set."""
+    return [item.name for item in fields(kind) if item.name not in _FILES]
+
+
 def _technique(kind: type[Merge] | type[Hold], values: Values) -> Merge | Hold:
     hints = get_type_hints(kind)
     read: dict[str, Any] = {}
-    for item in fields(kind):
+    for name in fields_of(kind):
         try:
-            read[item.name] = parse_as(hints[item.name])(str(values[kind, item.name]).strip())
+            read[name] = parse_as(hints[name])(str(values[kind, name]).strip())
         except ValueError as error:
-            raise TokenMergeError(f"{kind.__name__}'s {item.name}: {error}") from error
+            raise TokenMergeError(f"{kind.__name__}'s {name}: {error}") from error
     return kind(**read)
 
 
