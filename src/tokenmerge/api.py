@@ -236,13 +236,13 @@ def _summary(denoiser: nn.Module) -> Summary:
 
 
 def _drift(known: _Applied) -> Drift | None:
-    """Of the last image; None where nothing was held, or nothing that was held had a measured error."""
-    drift = known.holding.drift if known.holding is not None else None
-    if drift is None or not math.isfinite(drift):
+    """Of the last image; None where nothing was held, or nothing that was held had a measured error. What Merge changes
+    no error of Hold tells."""
+    hold = known.plan.techniques.hold
+    drift = known.holding.drift if known.holding is not None and known.merging is None else None
+    if hold is None or drift is None or not math.isfinite(drift):
         return None
-    told = Drift.of(drift, known.plan.family)
-    # The figures are of residuals.
-    return told._replace(calibrated=False) if isinstance(known.holding, Predicting) else told
+    return Drift.of(drift, known.plan.family, hold.what)
 
 
 def _held(plan_: Plan, installation: Installation) -> str:

@@ -282,12 +282,32 @@ def test_a_callback_reads_how_far_a_picture_has_drifted_so_far() -> None:
     assert torch.equal(picture, unread)
 
 
-def test_a_drift_that_was_never_compared_says_so() -> None:
-    pipe = tokenmerge.apply(tiny.build("sd3"), Hold(every=2, start=0.0))
+@pytest.mark.parametrize(
+    ("kind", "what", "scheduler", "calibrated"),
+    [
+        ("sdxl", "auto", None, True),
+        ("flux", "auto", None, True),
+        ("sd3", "auto", None, False),
+        ("sdxl", "blocks", None, False),
+        ("sdxl", "auto", diffusers.EulerAncestralDiscreteScheduler, False),
+        ("flux", "prediction", None, False),
+    ],
+)
+def test_a_drift_that_was_never_compared_says_so(kind: str, what: str, scheduler: Any, calibrated: bool) -> None:
+    pipe = tiny.build(kind, **({"scheduler": scheduler()} if scheduler else {}))
+    tokenmerge.apply(pipe, Hold(every=2, start=0.0, what=what))
     assert tokenmerge.summary(pipe).drift is None
     tiny.draw(pipe, steps=10)
-    assert not tokenmerge.summary(pipe).drift.calibrated
-    assert "never compared with true ones" in str(tokenmerge.summary(pipe))
+    assert tokenmerge.summary(pipe).drift.calibrated == calibrated
+    assert ("uncalibrated" in str(tokenmerge.summary(pipe))) != calibrated
+
+
+def test_no_drift_is_told_where_merge_acts_too() -> None:
+    """Errors of Hold tell nothing of what merging changes."""
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(regions="tile:2x2"), Hold(every=2, start=0.0)])
+    tiny.draw(pipe, steps=10)
+    assert errors_of(pipe)
+    assert tokenmerge.summary(pipe).drift is None
 
 
 @pytest.mark.parametrize("steps", [8, 12, 20, 28, 40, 60])

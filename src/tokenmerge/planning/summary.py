@@ -14,9 +14,9 @@ from .tables import counted, table
 
 # Of an image's steps: where fewer are held, a summary says what saves more.
 _LITTLE = 0.15
-# Of families with a bundled model, which the estimate of drift was fitted to (benchmarks/drift.py): the PSNR of a drift
-# of 1, and how far two thirds of the pictures lie from that.
-_MEASURED = ("unet", "flux")
+# What is held of the families that the estimate of drift was fitted to (benchmarks/drift.py), the PSNR of a drift of 1,
+# and how far two thirds of the pictures lie from that. Under noise none of these is held.
+_MEASURED = {("unet", "stages"), ("flux", "blocks")}
 _LEVEL, _SPREAD = 14.8, 3.0
 _COLUMNS = ("group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend")
 
@@ -26,14 +26,15 @@ class Drift(NamedTuple):
 
     psnr: float  # in dB
     spread: float  # of that
-    calibrated: bool  # whether this family's figures were compared with true ones
+    calibrated: bool  # whether figures of this family, with the same held, were compared with true ones
 
     @classmethod
-    def of(cls, drift: float, family: str) -> Drift:
-        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), _SPREAD, family in _MEASURED)
+    def of(cls, drift: float, family: str, what: str) -> Drift:
+        """what: is held, as in `Hold`, without `auto`."""
+        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), _SPREAD, (family, what) in _MEASURED)
 
     def __str__(self) -> str:
-        doubt = "" if self.calibrated else ", never compared with true ones on this family"
+        doubt = "" if self.calibrated else " (uncalibrated: never compared with true ones here)"
         return f"Estimated PSNR to the plain image: {self.psnr:.0f} dB, give or take {self.spread:.0f}{doubt}."
 
 
