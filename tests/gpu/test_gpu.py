@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import tokenmerge
+import zoo
 from healed import healed
 from tokenmerge import Hold, Merge
+from tokenmerge.families import family_of
 from tokenmerge.merging.ops import reference
 from tokenmerge.runtime.levels import noise_levels
 
@@ -129,19 +131,36 @@ def _flux() -> Built:
 class _Loop:
     """A denoiser on the device, driven by a scheduler for a few steps as a pipeline would."""
 
-    def __init__(self, build: Build, dtype: torch.dtype, calls: int = 1, steps: int = 4) -> None:
-        from diffusers import EulerDiscreteScheduler
+    time = "timestep"  # the argument
 
+    def __init__(self, build: Build, dtype: torch.dtype, calls: int = 1, steps: int = 4) -> None:
         torch.manual_seed(0)
         denoiser, arguments = build()
-        self.denoiser = denoiser.to("cuda", dtype).eval()
-        self.arguments = {
+        arguments = {
             name: value.cuda() if name.endswith("ids") else value.to("cuda", dtype) for name, value in arguments.items()
         }
-        self.scheduler = EulerDiscreteScheduler()
         times = [0.9 - 0.6 * step / (steps - 1) for step in range(steps)]
+        self._drive(denoiser.to("cuda", dtype), arguments, calls)
         self.times = [torch.full((2,), time, device="cuda", dtype=dtype) for time in times]
+
+    def _drive(self, denoiser: torch.nn.Module, arguments: dict[str, Any], calls: int = 1) -> None:
+        from diffusers import EulerDiscreteScheduler
+
+        self.denoiser, self.arguments = denoiser.eval(), arguments
+        self.scheduler = EulerDiscreteScheduler()
         self.calls = calls  # of a step, as guidance makes them
+
+    @classmethod
+    def of_family(cls, name: str, steps: int) -> _Loop:
+        """Of a tiny model in `zoo.py`, with arguments as its table makes them."""
+        loop = cls.__new__(cls)
+        denoiser = zoo.denoisers(zoo.MODELS[name].build())[0].cuda()
+        given = family_of(denoiser).example(denoiser, 2, 16, 16, 3)
+        loop.time = "t" if "t" in given else "timestep"
+        time = given.pop(loop.time)
+        loop._drive(denoiser, given)
+        loop.times = [(time * (1.0 - 0.1 * step)).to(time.dtype) for step in range(steps)]
+        return loop
 
     def apply(self, *techniques: Merge | Hold) -> None:
         tokenmerge.apply(self.denoiser, list(techniques), scheduler=self.scheduler)
@@ -150,7 +169,8 @@ class _Loop:
         self.apply(Merge(**fields))
 
     def run(self) -> torch.Tensor:
-        return self.steps()[-1]
+        """What all calls give."""
+        return torch.stack(self.steps())
 
     def steps(self) -> list[torch.Tensor]:
         """What every call gives."""
@@ -162,11 +182,11 @@ class _Loop:
         sample = torch.zeros(1)
         for timestep, schedule_time in zip(self.times, self.scheduler.timesteps, strict=True):
             for number in range(self.calls):
-                arguments = {
-                    **self.arguments,
-                    "encoder_hidden_states": self.arguments["encoder_hidden_states"] - number,
-                }
-                yield self.denoiser(timestep=timestep, **arguments, return_dict=False)[0]
+                arguments = dict(self.arguments)
+                if number:
+                    arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"] - number
+                output = self.denoiser(**{self.time: timestep}, **arguments, return_dict=False)[0]
+                yield output if isinstance(output, torch.Tensor) else torch.stack(output)
             sample = self.scheduler.step(torch.zeros(1), schedule_time, sample).prev_sample
 
     @property
@@ -183,7 +203,7 @@ class _Loop:
 
 BUILDERS = [pytest.param(builder, id=builder.__name__.strip("_")) for builder in (_unet, _sd3, _flux)]
 FORMS = ["component", "block"]
-HOLD = Hold(every=2, start=0.0)  # steps 0 to 4 are: kept, held, kept, held, kept
+HOLD = Hold(every=2, start=0.0)  # steps 0 to 4 are: kept, held, kept, held, kept; the last is always full
 WAYS: dict[str, list[Any]] = {
     **{f"merged {sites}s": [Merge(sites=sites)] for sites in FORMS},
     "held": [HOLD],
@@ -402,7 +422,7 @@ def test_graphs_of_held_steps(build: Build, what: str, merge: dict[str, Any] | N
     plain = loop.run()
     _hold(loop, what, merge)
     launched = loop.steps()
-    assert not torch.equal(launched[-1], plain)
+    assert not torch.equal(torch.stack(launched), plain)
     memory = tokenmerge.summary(loop.denoiser).residual_bytes
     tokenmerge.compile(loop.denoiser, blocks=False)
     # In the first run the last steps of a kind are recorded.
@@ -417,7 +437,7 @@ def test_graphs_of_held_steps(build: Build, what: str, merge: dict[str, Any] | N
 @pytest.mark.parametrize("merge", [None, {"selection": "uniform"}], ids=["held", "merged, held"])
 def test_graphs_of_held_steps_with_compiled_blocks(build: Build, what: str, merge: dict[str, Any] | None) -> None:
     torch._dynamo.reset()
-    loop = _Loop(build, torch.float16, steps=5)
+    loop = _Loop(build, torch.float32, steps=5)
     _hold(loop, what, merge)
     eager = loop.steps()
     # Some calls that compile run other code than those after them: what is compiled for a block with strides of its own
@@ -426,7 +446,7 @@ def test_graphs_of_held_steps_with_compiled_blocks(build: Build, what: str, merg
     tokenmerge.compile(loop.denoiser, graphs=False)
     loop.run()
     launched = loop.steps()
-    torch.testing.assert_close(launched, eager, rtol=0, atol=0.02)
+    torch.testing.assert_close(launched, eager, rtol=0, atol=0.01)
     tokenmerge.compile(loop.denoiser)
     _assert_steps_equal(loop, launched)
     assert loop.graphs == (2 if merge is None else 3)
@@ -443,6 +463,23 @@ def test_graphs_of_guidance_in_two_calls(build: Build, what: str, merge: dict[st
     _assert_steps_equal(loop, launched)
     # Each call has residuals of its own, and so a recording.
     assert loop.graphs == 2 * (kinds + 1)
+
+
+# The first model of each family, which its name begins with.
+FAMILIES = list({name.split("-")[0]: name for name in reversed(zoo.MODELS)}.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_graphs_of_every_family(name: str) -> None:
+    loop = _Loop.of_family(name, steps=5)
+    plain = loop.steps()
+    loop.apply(Merge(selection="uniform"), HOLD)
+    launched = loop.steps()
+    assert all(output.isfinite().all() for output in launched)
+    assert not any(torch.equal(*pair) for pair in zip(launched, plain, strict=True))
+    tokenmerge.compile(loop.denoiser, blocks=False)
+    _assert_steps_equal(loop, launched)
+    assert loop.graphs == 3
 
 
 def test_residuals_follow_noise_levels_that_a_scheduler_keeps_on_the_device() -> None:
@@ -536,6 +573,16 @@ def test_a_deleted_model_leaves_the_device(build: Build, techniques: list[Any], 
         gc.enable()
 
 
+@pytest.fixture
+def _without_cudnn_attention() -> Iterator[None]:
+    """Its backward gives NaN in bfloat16 for heads of 16 channels, without any technique too."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("_without_cudnn_attention")
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torch.dtype) -> None:

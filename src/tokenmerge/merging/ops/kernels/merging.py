@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...grid import invert_order
 from .. import reference
-from .common import DTYPES, block_size, load_tokens, on_device_of, token_indices
+from .common import DTYPES, add_products, block_size, load_tokens, on_device_of, token_indices
 
 # Largest regions of the kernels. A larger merge is bound by matrix units and better left to the library's product.
 _MERGE_SIZE = 512
@@ -67,7 +67,7 @@ def _merge_kernel(
             mask=wanted[:, None] & present[None, :],
             other=0.0,
         )
-        total = tl.dot(shares.to(values.dtype), values, total, input_precision="ieee")
+        total = add_products(total, shares.to(values.dtype), values)
     rows = pair.to(tl.int64) * COUNT + spots
     tl.store(
         merged + rows[:, None] * CHANNELS + columns[None, :],
@@ -136,7 +136,7 @@ def _unmerge_kernel(
             mask=present[:, None] & wanted[None, :],
             other=0.0,
         )
-        total = tl.dot(shares.to(values.dtype), values, total, input_precision="ieee")
+        total = add_products(total, shares.to(values.dtype), values)
     if residual is not None:
         total += base.to(tl.float32)
     rows = sample * (regions * SIZE) + indices

@@ -64,7 +64,7 @@ def _select_kernel(
     for start in range(0, CHANNELS, BLOCK_C):
         columns = start + tl.arange(0, BLOCK_C)
         values = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS)
-        pairs = add_products(pairs, values, values)
+        pairs = add_products(pairs, values, tl.trans(values))
     if COSINE:
         # The diagonal holds the squared norms.
         own = tl.where(places[:, None] == places[None, :], pairs, 0.0)
@@ -159,7 +159,7 @@ def _select_scratch_kernel(
                     depths = start + tl.arange(0, BLOCK_C)
                     one = load_tokens(base, row_indices, rows < SIZE, depths, token_n, token_c, CHANNELS)
                     two = load_tokens(base, column_indices, columns < SIZE, depths, token_n, token_c, CHANNELS)
-                    block = add_products(block, one, two)
+                    block = add_products(block, one, tl.trans(two))
                 if COSINE:
                     block *= inverse_norm(row_squares)[:, None] * inverse_norm(column_squares)[None, :]
                 else:

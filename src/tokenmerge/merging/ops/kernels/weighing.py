@@ -79,7 +79,7 @@ def _weigh_kernel(
             columns = start + tl.arange(0, BLOCK_C)
             ours = load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS)
             theirs = load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
-            pairs = add_products(pairs, ours, theirs)
+            pairs = add_products(pairs, ours, tl.trans(theirs))
         if COSINE:
             # Not of what the products load: Triton 3.6 gives loads that also serve something else a buffer too few, and
             # products of four warps, which run on their own, would read what the next load overwrites.
