@@ -467,6 +467,8 @@ def test_graphs_of_guidance_in_two_calls(build: Build, what: str, merge: dict[st
 
 # The first model of each family, which its name begins with.
 FAMILIES = list({name.split("-")[0]: name for name in reversed(zoo.MODELS)}.values())
+# Their forwards copy tensors from the CPU, or ask the device how many entries of a mask are set.
+UNRECORDED = {"chroma", "cogview4", "hunyuanimage", "hunyuanvideo15", "kandinsky5", "lumina2", "mochi"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -479,7 +481,10 @@ def test_graphs_of_every_family(name: str) -> None:
     assert not any(torch.equal(*pair) for pair in zip(launched, plain, strict=True))
     tokenmerge.compile(loop.denoiser, blocks=False)
     _assert_steps_equal(loop, launched)
-    assert loop.graphs == 3
+    if name.split("-")[0] in UNRECORDED:
+        assert "some calls cannot be recorded" in loop.compiled
+    else:
+        assert loop.graphs == 3
 
 
 def test_residuals_follow_noise_levels_that_a_scheduler_keeps_on_the_device() -> None:

@@ -142,11 +142,18 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nonsense", "what"),
-    [(math.nan, "stages"), (math.inf, "stages"), (math.nan, "prediction"), (math.inf, "prediction")],
+    ("nonsense", "technique"),
+    [
+        (math.nan, Hold(tolerance=10.0, start=0.0, what="stages")),
+        (math.inf, Hold(tolerance=10.0, start=0.0, what="stages")),
+        (math.nan, Hold(every=4, start=0.0, what="stages")),
+        (math.nan, Hold(tolerance=10.0, start=0.0, what="prediction")),
+        (math.inf, Hold(tolerance=10.0, start=0.0, what="prediction")),
+    ],
 )
-def test_nonsense_runs_the_next_step_in_full_and_is_told(nonsense: float, what: str) -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(tolerance=10.0, start=0.0, what=what))
+def test_nonsense_runs_the_second_step_after_in_full_and_is_told(nonsense: float, technique: Hold) -> None:
+    """The error is read when that one begins."""
+    pipe = tokenmerge.apply(tiny.build("sdxl"), technique)
     residual = type(vars(pipe.unet)[APPLIED].holding.runs[0]), 3
 
     def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:

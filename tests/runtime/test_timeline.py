@@ -137,8 +137,9 @@ def test_nothing_is_held_before_an_error_is_known() -> None:
 
 
 @pytest.mark.parametrize("bend", [math.nan, math.inf])
-def test_nothing_is_held_by_an_error_that_is_none(bend: float) -> None:
-    assert HELD not in drawn(Hold(start=0.0), 20, bend)
+@pytest.mark.parametrize("hold", [Hold(start=0.0), Hold(every=5, start=0.0)], ids=["tolerance", "every"])
+def test_nothing_is_held_by_an_error_that_is_none(hold: Hold, bend: float) -> None:
+    assert HELD not in drawn(hold, 20, bend)
 
 
 def test_straight_residuals_are_held_to_the_end() -> None:

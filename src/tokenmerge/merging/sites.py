@@ -107,6 +107,8 @@ class MergeSite(Site):
     def gather(self, table: Tensor, *, axis: int, text: str) -> Tensor:
         """A table's rows along `axis`, of all tokens, become those of the merged sequence."""
         destinations, count = self.slot.map.destinations, self.slot.map.token_count
+        # CogView4 makes its rotary tables on the CPU, whatever it runs on.
+        table = table.to(destinations.device)
         others = table.shape[axis] - count
         first = others - self.slot.whole.shape[0] if text == "first" else 0
         samples = destinations.shape[0]

@@ -137,6 +137,8 @@ def _merges(merge: Merge, share: float) -> bool:
 
 
 def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
+    if kept.bend is not None and not math.isfinite(kept.bend):
+        return False
     distance = now.number - kept.last.number
     if now.share is not None and now.share >= _END:
         total = now.number / now.share
@@ -145,7 +147,6 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     if hold.every is not None:
         return distance < _distance(hold.every, hold, kept.last)
     drift = kept.drift_to(now)
-    # A drift that is not finite fails the comparison.
     return drift is not None and hold.tolerance is not None and drift <= hold.tolerance
 
 
