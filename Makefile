@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Packages of quantised weights, which diffusers imports wherever it finds them: with a second more, and warnings.
 BACKENDS := $(abspath $(VENV))/backends
+# A browser for tests of the page.
+CHROMIUM := $(VENV)/chromium/chromium
 # With ComfyUI, and without diffusers.
 COMFYUI ?= .venv-comfyui
 
@@ -13,7 +15,7 @@ COMFYUI ?= .venv-comfyui
 demo: $(VENV)/installed
 	$(BIN)/tokenmerge generate --model tiny-sdxl --out demo.png
 
-test: lint
+test: lint $(CHROMIUM)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 	PYTHONPATH=$(BACKENDS) $(BIN)/python -m pytest -n 2 tests/backends
 
@@ -42,6 +44,9 @@ $(VENV)/installed: pyproject.toml models/pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps --upgrade --target $(BACKENDS) \
 	    bitsandbytes gguf ninja optimum-quanto torchao
 	touch $@
+
+$(CHROMIUM): scripts/chromium.sh | $(VENV)/installed
+	sh scripts/chromium.sh $(@D)
 
 $(COMFYUI)/installed: pyproject.toml models/pyproject.toml constraints.txt tests_comfyui/requirements.txt
 	$(PYTHON) -m venv $(COMFYUI)

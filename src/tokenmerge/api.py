@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .compiling import compiled_state
 from .config import Hold, Merge, Techniques
-from .errors import TokenMergeError
+from .errors import TokenMergeError, check_whole
 from .families import Family, denoiser_of, denoisers_of, families, family_of
 from .families.calls import TokenGrid
 from .families.scales import latent_scales
@@ -28,7 +28,7 @@ from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
 from .merging.places import install_merging
 from .planning import Drift, Plan, Summary, make_plan
-from .planning.plan import check_steps, timeline_of
+from .planning.plan import timeline_of
 from .planning.tables import counted
 from .presets import resolve
 from .runtime.foreign import cache_hooks, leads_cache, shard_of
@@ -159,7 +159,12 @@ def plan(
     knows its own. The model may be on the meta device.
     """
     techniques = resolve(technique, fields)
-    check_steps(steps)
+    given = {
+        "frames": frames,
+        "vae_scale_factor": vae_scale_factor,
+        "vae_scale_factor_temporal": vae_scale_factor_temporal,
+    }
+    check_whole(height=height, width=width, steps=steps, **{name: n for name, n in given.items() if n is not None})
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()
@@ -180,8 +185,7 @@ def latent_frames(family: Family, frames: int | None, scale: int) -> int:
     """Latents in time of a video of so many frames, or of the usual number. scale: frames that one stands for."""
     if frames is None:
         frames = family.frames
-    if frames < 1:
-        raise TokenMergeError(f"frames is {frames}; a video has 1 or more")
+    check_whole(frames=frames)
     if frames > 1 and family.frames == 1:
         raise TokenMergeError(
             f"frames is {frames}, and {family.denoiser.__name__} makes single images; leave frames out"

@@ -29,10 +29,19 @@ BACKENDS = ("auto", "reference", "triton")
 HELD = ("auto", "blocks", "stages", "prediction")
 
 DEFAULT_REGION_COUNT = 64
+# Fields of version 0.1.
+GONE = ("schedule", "gap", "gap_dtype", "trust", "span", "coverage", "step_ratios", "block_ratios", "anchor_every")
 # That a generator takes everywhere.
 LARGEST_SEED = 2**63 - 1
 
 Self = TypeVar("Self", bound="Technique")
+
+
+def no_field(owner: str, name: str, known: list[str]) -> TypeError:
+    """What to say of a name that is no field."""
+    if name in GONE:
+        return TypeError(f"{name!r} is a field of tokenmerge 0.1; docs/upgrading.md has what to write instead")
+    return TypeError(f"{owner} has no field {name!r}{did_you_mean(name, known)}; its fields are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,10 @@ class Technique(ABC):
 
     NAME: ClassVar[str] = ""
 
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        cls.check_names(values)
+        return super().__new__(cls)
+
     @property
     @abstractmethod
     def window(self) -> tuple[float, float]:
@@ -101,10 +114,7 @@ class Technique(ABC):
         known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
         for name in names:
             if name not in known:
-                raise TypeError(
-                    f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}; its fields are "
-                    f"{', '.join(known)}"
-                )
+                raise no_field(cls.__name__, name, known)
 
     def replace(self: Self, **changes: Any) -> Self:
         """A copy with fields changed."""

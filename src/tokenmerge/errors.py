@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 
@@ -21,3 +22,10 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The known name nearest to another one, as part of an error; nothing where none is near."""
     near = get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_whole(**values: Any) -> None:
+    """Refuse what is no whole number from 1."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            raise TokenMergeError(f"{name} is {value!r}; it must be a whole number from 1")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import TECHNIQUES, Hold, Merge, Techniques
+from .config import GONE, TECHNIQUES, Hold, Merge, Techniques, no_field
 from .errors import TokenMergeError, did_you_mean
 
 # What `apply` takes of its own accord: it changes pictures least at any speed it reaches (docs/fidelity.md).
@@ -45,8 +45,8 @@ _PRESETS: dict[str, Merge | Hold] = {
     "none": Merge(ratio=0.0),
 }
 _FILES = (".json", ".yaml", ".yml")
-# Fields of version 0.1 that are gone, by which its files are known.
-_GONE = ("schedule", "gap", "gap_dtype", "trust", "span", "coverage", "step_ratios", "block_ratios", "anchor_every")
+# Presets of version 0.1.
+_GONE = ("default", "unet-hold", "unet-anchored", "dit-anchored")
 
 
 def presets() -> dict[str, Merge | Hold]:
@@ -81,6 +81,10 @@ def resolve(technique: Any, fields: Mapping[str, Any]) -> Techniques:
 
 def preset(name: str) -> Merge | Hold:
     """A preset by its name."""
+    if name in _GONE:
+        raise TokenMergeError(
+            f"preset {name!r} is of tokenmerge 0.1; use {RECOMMENDED!r}, or see docs/upgrading.md for what comes near"
+        )
     if name not in _PRESETS:
         raise TokenMergeError(
             f"preset {name!r} is unknown{did_you_mean(name, _PRESETS)}; use one of {', '.join(_PRESETS)}, or the path "
@@ -122,7 +126,7 @@ def _one(data: Any) -> Merge | Hold:
     # Names need not be texts in YAML.
     values = {str(name): value for name, value in data.items()}
     kind = values.pop("technique", None)
-    if kind is None and values and values.keys() <= {*Merge.field_docs(), *_GONE}:
+    if kind is None and values and values.keys() <= {*Merge.field_docs(), *GONE}:
         new = json.dumps(new_form(values), default=str)
         raise TokenMergeError(f"it is a config of tokenmerge 0.1; its new form is {new} (docs/upgrading.md)")
     if not isinstance(kind, str) or kind not in TECHNIQUES:
@@ -163,8 +167,7 @@ def _misplaced(technique: Any, fields: Mapping[str, Any]) -> TypeError:
     """Fields without the name of a preset, with what to write instead."""
     unknown = [name for name in fields if all(name not in cls.field_docs() for cls in TECHNIQUES.values())]
     if unknown:
-        near = did_you_mean(unknown[0], [*Merge.field_docs(), *Hold.field_docs()])
-        return TypeError(f"no technique has a field {unknown[0]!r}{near}; see help(tokenmerge.Merge) and Hold")
+        return no_field("no technique", unknown[0], [*Merge.field_docs(), *Hold.field_docs()])
     if technique is None:
         fact = "fields need a technique"
     elif isinstance(technique, str | Path):

@@ -288,10 +288,10 @@ def test_a_first_frame_that_may_be_given_merges_with_no_other() -> None:
     told = {}
     for name in ("kandinsky5", "with a condition"):
         pipe = model.build() if name == "kandinsky5" else zoo._kandinsky5(visual_cond=True)
-        tokenmerge.apply(pipe, "video", skip_first=0)
+        tokenmerge.apply(pipe, Merge(regions="tile:3x4x4"))
         zoo.draw(pipe, model, steps=1)
         told[name] = tokenmerge.summary(pipe).groups[0]["regions"]
-    assert told == {"kandinsky5": "4 tiles of 3x4x4", "with a condition": "12 tiles of 4x4"}
+    assert told == {"kandinsky5": "4 tiles of 3x4x4", "with a condition": "2 tiles of 8x4, 4 tiles of 2x4x4"}
 
 
 def test_sparse_attention_is_held_and_not_merged() -> None:

@@ -447,6 +447,63 @@ def test_records_go_to_the_end_of_a_file_in_a_folder_that_need_not_be_there(tmp_
         assert len(bench.read(out)) == rows
 
 
+def test_a_bench_that_was_killed_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["bench", "--sizes", "64x64,64x96", "--steps", "2", "--warmups", "0", "--repeats", "1", "--rounds", "2"]
+    arguments += ["--techniques", "pool", "--device", "cpu", "--json", "--out", str(out)]
+    assert main(arguments) == 0
+    whole = json.loads(capsys.readouterr().out)
+    lines = out.read_text().splitlines(keepends=True)
+    assert len(lines) == 8
+    # The fifth row was being written.
+    out.write_text("".join(lines[:4]) + lines[4][:50])
+    assert main([*arguments, "--resume"]) == 0
+    gone_on = json.loads(capsys.readouterr().out)
+    assert gone_on[:4] == whole[:4]
+    assert [row["label"] for row in gone_on] == [row["label"] for row in whole]
+    assert bench.read(out) == gone_on
+    assert all(row["command"] == whole[0]["command"] for row in gone_on)
+    # Nothing is left to measure, so nothing is loaded.
+    monkeypatch.setattr(comparison, "load_denoiser", None)
+    assert main([*arguments, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == gone_on
+
+
+@pytest.mark.parametrize("name", ["torch", "device", "threads"])
+def test_rows_of_another_machine_are_not_gone_on_with(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    arguments = ["bench", "--sizes", "64x64", "--steps", "1", "--warmups", "0", "--repeats", "1", "--out", str(out)]
+    arguments += ["--techniques", "none", "--device", "cpu"]
+    assert main(arguments) == 0
+    (record,) = bench.read(out)
+    record["environment"][name] = "another"
+    out.write_text(json.dumps(record) + "\n")
+    assert main([*arguments, "--resume"]) == 0
+    assert len(bench.read(out)) == 2
+    capsys.readouterr()
+
+
+def test_nothing_is_gone_on_with_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--resume"]) == 2
+    assert "--resume goes on with a file; give --out" in capsys.readouterr().err
+
+
+def test_rows_of_a_resumed_run_are_compared_with_the_plain_one_of_its_conditions() -> None:
+    """Under another commit, but not under another torch."""
+    plain, merged = row("none", Techniques(), full=[2.0]), row("merged", Techniques(Merge(ratio=0.5)), reuse=[1.0])
+    old, new = {"device": "none", "torch": "none", "commit": "a"}, {"device": "none", "torch": "none", "commit": "b"}
+    gone_on = [{**plain, "environment": old}, {**merged, "environment": new}]
+    assert bench.comparisons(gone_on) == [gone_on]
+    assert "commits a, b" in bench.report(gone_on)
+    again = [*gone_on, {**plain, "environment": new}]
+    assert [len(found) for found in bench.comparisons(again)] == [1, 2]
+    assert len(bench.comparisons([gone_on[0], {**gone_on[1], "environment": {**new, "torch": "other"}}])) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

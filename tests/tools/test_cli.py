@@ -116,8 +116,8 @@ def test_plan_of_flux_at_every_size(
 @pytest.mark.parametrize(
     ("typed", "grid", "told"),
     [
-        (("wan-random", "--size", "1280x720", "--frames", "81"), "21x45x80", "1575 ragged tiles of 3x16"),
-        (("wan-1.3b-random",), "21x30x52", "728 ragged tiles of 3x15"),
+        (("wan-random", "--size", "1280x720", "--frames", "81"), "21x45x80", "120 tiles of 3x10, 2400 tiles of 2x3x5"),
+        (("wan-1.3b-random",), "21x30x52", "52 ragged tiles of 30, 1040 ragged tiles of 2x15"),
         (("wan-1.3b-random", "--frames", "77"), "20x30x52", "1040 ragged tiles of 2x15"),
     ],
 )

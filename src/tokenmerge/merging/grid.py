@@ -3,11 +3,13 @@
 Every region of a partition holds the same number of tokens, so that all of them are one batched operation. Where no
 rectangle of that size tiles the grid, regions are equal runs along a curve that sweeps bands of rows column by column:
 ragged tiles, without padding or masks. In a video a tile lies within one frame, or spans as many as are asked for.
+Frames that are left over come first, in tiles of as many tokens that reach further within the frame.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -68,7 +70,7 @@ class Partition:
 
 
 def region_size(grids: tuple[TokenGrid, ...], regions: Regions, ratio: float) -> int:
-    """Tokens in a region: of the numbers that divide every grid (for tiles, every frame) the nearest to the wished one.
+    """Tokens in a region: of the numbers that divide every slab of every grid the nearest to the wished one.
 
     Cutting a small grid into many regions would leave too few tokens in each to remove a share `ratio` of them, so a
     wished count gives way to that.
@@ -77,28 +79,31 @@ def region_size(grids: tuple[TokenGrid, ...], regions: Regions, ratio: float) ->
         return sum(grid.count for grid in grids)
     # A region of one token has none to remove.
     least = 2 if ratio else 1
-    frames = _tile_frames(grids, regions)
-    area = math.gcd(*((grid.area if regions.kind == "tile" else grid.count) for grid in grids))
-    return frames * nearest_divisor(area, _wished_size(grids, regions, ratio) / frames, least if frames == 1 else 1)
+    return nearest_divisor(_room(grids, regions), _wished_size(grids, regions, ratio), least)
 
 
 def _wished_size(grids: tuple[TokenGrid, ...], regions: Regions, ratio: float) -> float:
     """Tokens that a region would have if every number divided every grid."""
     if regions.tile:
-        return _tile_frames(grids, regions) * regions.tile[0] * regions.tile[1]
+        return min(regions.frames, max(grid.frames for grid in grids)) * regions.tile[0] * regions.tile[1]
     tokens = sum(grid.count for grid in grids)
     enough = min(1.0 / min(ratio, 1.0 - ratio), tokens) if ratio else 1.0
     return max(tokens / (regions.count or 1), enough)
 
 
-def _tile_frames(grids: tuple[TokenGrid, ...], regions: Regions) -> int:
-    """Frames that a tile spans: a number that divides those of every grid."""
-    return nearest_divisor(math.gcd(*(grid.frames for grid in grids)), regions.frames)
+def _slabs(grid: TokenGrid, regions: Regions) -> tuple[tuple[int, int], ...]:
+    """What no region reaches beyond: numbers of frames, and how many slabs in a row have so many.
+
+    Frames that are left over come first: there autoencoders of videos have the one frame that stands for itself.
+    """
+    depth = min(regions.frames, grid.frames) if regions.kind == "tile" else grid.frames
+    whole, rest = divmod(grid.frames, depth)
+    return ((rest, 1), (depth, whole)) if rest else ((depth, whole),)
 
 
 def _room(grids: tuple[TokenGrid, ...], regions: Regions) -> int:
-    """Tokens that a tile must not reach beyond: those of as many frames as it spans."""
-    return _tile_frames(grids, regions) * math.gcd(*(grid.area for grid in grids))
+    """What the tokens of a region must divide, so that regions of one size fill every slab."""
+    return math.gcd(*(depth * grid.area for grid in grids for depth, _ in _slabs(grid, regions)))
 
 
 @lru_cache(maxsize=512)
@@ -128,22 +133,31 @@ def merging_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> tuple[Token
 def layout_for(grids: tuple[TokenGrid, ...], technique: Merge) -> Layout:
     """The layout of grids that merge: k = round(n (1 - ratio)) destinations per selection region, at least one, and at
     least one less than tokens, so that a small ratio does not come to nothing in small regions."""
-    tokens = sum(grid.count for grid in grids)
     select_size = region_size(grids, technique.select_in, technique.ratio)
-    if technique.merge_regions is None:
-        merge_size = select_size
-    elif technique.merge_in.kind == "whole":
-        merge_size = tokens
-    else:
-        # A merging region is made of whole selection regions: each must hold the same number of destinations.
-        wished = region_size(grids, technique.merge_in, technique.ratio) / select_size
-        regions = math.gcd(*(grid.count // select_size for grid in grids))
-        if technique.merge_in.kind == "tile" and not _room(grids, technique.merge_in) % select_size:
-            regions = math.gcd(regions, _room(grids, technique.merge_in) // select_size)
-        merge_size = select_size * nearest_divisor(regions, wished)
+    merge_size = _merge_size(grids, technique, select_size)
     most = select_size - 1 if technique.ratio else select_size
     count = max(1, min(most, round(select_size * (1.0 - technique.ratio))))
-    return Layout(tokens, select_size, count, merge_size)
+    return Layout(sum(grid.count for grid in grids), select_size, count, merge_size)
+
+
+def _merge_size(grids: tuple[TokenGrid, ...], technique: Merge, select_size: int) -> int:
+    """Tokens in a merging region, which is made of whole selection regions: each must hold as many destinations."""
+    if technique.merge_regions is None:
+        return select_size
+    wished = region_size(grids, technique.merge_in, technique.ratio)
+    if wished < select_size:
+        raise TokenMergeError(
+            f"on the {_named(grids)} token grid, merge_regions {technique.merge_regions!r} have {wished} tokens, "
+            f"less than the {select_size} of regions {technique.regions!r}: every merging region must be made "
+            "of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
+        )
+    room = _room(grids, technique.merge_in)
+    if room % select_size:
+        raise TokenMergeError(
+            f"on the {_named(grids)} token grid, regions {technique.regions!r} cross the frames that merge_regions "
+            f"{technique.merge_regions!r} lie in; use tiles for both, merge_regions='whole', or leave merge_regions out"
+        )
+    return select_size * nearest_divisor(room // select_size, wished / select_size)
 
 
 def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition:
@@ -152,39 +166,28 @@ def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition
     layout = layout_for(grids, technique)
     whole = sum(grid.count for grid in given[len(grids) :])
     select, how = _order(grids, technique.select_in, layout.select_size)
-    description = f"{layout.select_regions} {how}" + (", of the first image" if whole else "")
+    description = how + (", of the first image" if whole else "")
     if technique.merge_regions is None:
         return Partition(layout, select, select, description, grids, whole)
-    merged_in = region_size(grids, technique.merge_in, technique.ratio)
-    if merged_in < layout.select_size:
-        raise TokenMergeError(
-            f"on the {_named(grids)} token grid, merge_regions {technique.merge_regions!r} have {merged_in} tokens, "
-            f"less than the {layout.select_size} of regions {technique.regions!r}: every merging region must be made "
-            "of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
-        )
-    if technique.merge_in.kind == "tile" and _room(grids, technique.merge_in) % layout.merge_size:
-        raise TokenMergeError(
-            f"on the {_named(grids)} token grid, regions {technique.regions!r} cross the frames that merge_regions "
-            f"{technique.merge_regions!r} lie in; use tiles for both, merge_regions='whole', or leave merge_regions out"
-        )
     if layout.merge_size == layout.tokens:
         joined = "" if layout.select_regions == 1 else ", merged in the whole image"
         return Partition(layout, select, None, f"{description}{joined}", grids, whole)
-    kinds = {(wish.kind, _tile_frames(grids, wish)) for wish in (technique.select_in, technique.merge_in)}
+    kinds = {(wish.kind, *(_slabs(grid, wish) for grid in grids)) for wish in (technique.select_in, technique.merge_in)}
     if layout.merge_size == layout.select_size and len(kinds) == 1:
         return Partition(layout, select, select, description, grids, whole)
     merge, merge_how = _order(grids, technique.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and len(kinds) == 1:
         # Runs of neighbouring selection regions always nest; sizes without a nesting rectangle get those.
-        nested, merge_how = select, f"runs of {layout.merge_size // layout.select_size} of them"
+        runs, length = layout.merge_regions, layout.merge_size // layout.select_size
+        nested, merge_how = select, f"{runs} runs of {length} of them"
     elif nested is None:
         raise TokenMergeError(
             f"on the {_named(grids)} token grid, regions {technique.regions!r} do not nest in merge_regions "
             f"{technique.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
-    description = f"{description}, merged in {layout.merge_regions} {merge_how}"
+    description = f"{description}, merged in {merge_how}"
     return Partition(layout, nested, nested, description, grids, whole)
 
 
@@ -245,27 +248,39 @@ def invert_order(order: Tensor) -> Tensor:
 
 
 def _order(grids: tuple[TokenGrid, ...], regions: Regions, size: int) -> tuple[Tensor | None, str]:
-    """Token indices region by region, and what to call the regions after their number."""
-    several = "" if sum(grid.count for grid in grids) == size else "s"
+    """Token indices region by region, and how many regions there are of which shape."""
     if regions.kind != "tile":
-        return None, "region" if regions.kind == "whole" else f"stripe{several} of {size}"
-    frames = _tile_frames(grids, regions)
-    size //= frames
-    shapes = {_tile_shape(grid, regions, size) for grid in grids}
-    shape = shapes.pop() if len(shapes) == 1 else None
-    parts, offset = [], 0
+        count = sum(grid.count for grid in grids) // size
+        return None, f"{count} region" if regions.kind == "whole" else _counted(count, "stripe", str(size))
+    parts, shapes, offset = [], Counter[tuple[str, str]](), 0
     for grid in grids:
-        plane = _rectangles(grid, shape) if shape else _sweep(grid, regions, size)
-        # [bands, regions of a frame, frames of a band, tokens]
-        starts = torch.arange(grid.frames).view(-1, 1, frames, 1) * grid.area + offset
-        parts.append((plane.view(1, -1, 1, size) + starts).flatten())
-        offset += grid.count
-    over = f"{frames}x" if frames > 1 else ""
-    how = f"tile{several} of {over}{shape[0]}x{shape[1]}" if shape else f"ragged tile{several} of {over}{size}"
-    return torch.cat(parts), how
+        for depth, slabs in _slabs(grid, regions):
+            plane, shape = _plane(grid, regions, size, depth)
+            starts = torch.arange(slabs) * depth * grid.area + offset
+            frames = torch.arange(depth) * grid.area
+            # [slabs, places, frames]
+            parts.append((starts.view(-1, 1, 1) + plane.view(1, -1, 1) + frames).flatten())
+            shapes[shape] += slabs * depth * grid.area // size
+            offset += slabs * depth * grid.area
+    return torch.cat(parts), ", ".join(_counted(count, *shape) for shape, count in shapes.items())
 
 
-def _wished_height(grid: TokenGrid, regions: Regions, size: int) -> float:
+def _counted(count: int, kind: str, shape: str) -> str:
+    return f"{count} {kind}{'' if count == 1 else 's'} of {shape}"
+
+
+def _plane(grid: TokenGrid, regions: Regions, size: int, depth: int) -> tuple[Tensor, tuple[str, str]]:
+    """The places of a frame in the order that regions of `size` tokens in `depth` frames take them, and what to call
+    the regions."""
+    over = f"{depth}x" if depth > 1 else ""
+    shape = None if size % depth else _tile_shape(grid, regions, size // depth)
+    if shape:
+        return _rectangles(grid, shape), ("tile", f"{over}{shape[0]}x{shape[1]}")
+    # A run may end within a place, if its tokens are no multiple of the frames.
+    return _sweep(grid, regions, size / depth), ("ragged tile", f"{over}{size / depth:g}")
+
+
+def _wished_height(grid: TokenGrid, regions: Regions, size: float) -> float:
     """The height of tile to come near: of the asked proportions, or square, at `size` tokens."""
     height, width = regions.tile or (1, 1)
     return min(height * math.sqrt(size / (height * width)), grid.height)
@@ -290,7 +305,7 @@ def _rectangles(grid: TokenGrid, shape: tuple[int, int]) -> Tensor:
     return index.permute(0, 2, 1, 3).reshape(-1)
 
 
-def _sweep(grid: TokenGrid, regions: Regions, size: int) -> Tensor:
+def _sweep(grid: TokenGrid, regions: Regions, size: float) -> Tensor:
     """Bands of rows of nearly equal height, each swept column by column, every other band backwards.
 
     Equal runs along this curve are compact, and stay so where a run turns into the next band.

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from ..config import Hold, Merge, Techniques
-from ..errors import TokenMergeError
 from ..families.base import Family
 from ..families.calls import DenoiserCall
 from ..holding.sites import HeldRun, held_runs
@@ -179,8 +178,3 @@ def make_plan(
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:
     """The timeline of techniques that act somewhere."""
     return Timeline(merge, hold, method_for(merge).RENEWS if merge is not None else DUE)
-
-
-def check_steps(steps: int) -> None:
-    if steps < 1:
-        raise TokenMergeError(f"steps is {steps}; a picture takes 1 step or more")

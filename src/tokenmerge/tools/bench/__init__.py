@@ -7,6 +7,7 @@ weights included, without running every step again and again.
 
 from .candidates import Candidate, candidates_for
 from .comparison import Task, run
-from .report import pool, read, report, speed_up
+from .records import read
+from .report import comparisons, pool, report, speed_up
 
-__all__ = ["Candidate", "Task", "candidates_for", "pool", "read", "report", "run", "speed_up"]
+__all__ = ["Candidate", "Task", "candidates_for", "comparisons", "pool", "read", "report", "run", "speed_up"]

@@ -28,6 +28,10 @@ class Candidate:
     label: str
     techniques: Techniques = NO_TECHNIQUES
 
+    def to_dict(self) -> dict[str, Any]:
+        """What records say of it."""
+        return {"label": self.label, "techniques": self.techniques.to_list()}
+
     def phases(self, steps: int) -> list[str]:
         """What every step does, as the timeline tells it. The first is a phase of its own, since an image begins there:
         how its tokens lie is read from the device. The maps of a bound cost nothing by definition."""
@@ -64,14 +68,14 @@ def visits(phases: Sequence[str]) -> dict[int, str | None]:
     """The steps of an image that are run to time every phase, each with the phase it is a lap of, if it is one. Beside
     laps, all steps run that renew maps or keep residuals: what later ones do depends on them."""
     laps = {_lap(phase, phases): phase for phase in dict.fromkeys(phases)}
-    renewing = re.compile("select|reweigh|kept")
-    found: dict[int, str | None] = {}
-    for step in range(max(laps) + 1):
-        # A bound has to make the maps that it is said to reuse.
-        makes = "reuse" in phases[step] and not any("select" in before for before in phases[:step])
-        if step in laps or makes or renewing.search(phases[step]):
-            found[step] = laps.get(step)
-    return found
+    return {step: laps.get(step) for step in range(max(laps) + 1) if step in laps or is_needed(step, phases)}
+
+
+def is_needed(step: int, phases: Sequence[str]) -> bool:
+    """Whether later steps depend on this one: it renews maps or keeps residuals."""
+    # A bound has to make the maps that it is said to reuse.
+    makes = "reuse" in phases[step] and not any("select" in before for before in phases[:step])
+    return makes or re.search("select|reweigh|kept", phases[step]) is not None
 
 
 def _lap(phase: str, phases: Sequence[str]) -> int:
@@ -84,6 +88,11 @@ def _lap(phase: str, phases: Sequence[str]) -> int:
     made = any("select" in before for before in phases[: steps[0]])
     # The first makes maps in spite of its name, and before the second the device ran dry, since the host made them.
     return steps[0] if made or "reuse" not in phase else steps[:3][-1]
+
+
+def trial_step(phases: Sequence[str]) -> int:
+    """The first step that merges, or where none does the first."""
+    return next((step for step, phase in enumerate(phases) if "merged" in phase), 0)
 
 
 def typical_step(phases: Sequence[str]) -> int:

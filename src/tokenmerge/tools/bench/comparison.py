@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from ...errors import TokenMergeError, did_you_mean
 from ..fields import check_counts
 from ..files import append_line, check_writable
 from ..loading import Outline, best_device, load_denoiser, outline
+from ..measure import environment
 from ..typed import default_techniques, read_configurations
-from .candidates import Candidate, candidates_for, visits
-from .timing import Loop, Setting, measure_candidate
+from .candidates import Candidate, candidates_for, trial_step
+from .records import Measured
+from .timing import Loop, Setting, measure_candidate, reach
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 
@@ -60,6 +63,7 @@ class Task:
     dtype: str | None = None
     threads: int | None = None
     out: Path | None = None
+    resume: bool = False
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class Task:
         check_counts(0, warmups=self.warmups, loops=self.loops)
         if min(self.batches) < 1:
             raise TokenMergeError(f"--batches are {', '.join(map(str, self.batches))}; give numbers from 1, as in 1,4")
+        if self.resume and self.out is None:
+            raise TokenMergeError("--resume goes on with a file; give --out")
         # NaN fails the comparison too.
         if self.settle is not None and not 0 <= self.settle < math.inf:
             raise TokenMergeError(f"--settle is {self.settle}; it must be a number of seconds from 0")
@@ -90,7 +96,8 @@ class Task:
 
 
 def run(task: Task) -> list[dict[str, Any]]:
-    """Measure every size, batch and mode; records are appended to the file `out` as they are made.
+    """Measure every size, batch and mode; records are appended to the file `out` as they are made. With `resume`, rows
+    that it holds of the same machine and versions are taken from there.
 
     Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
     then does so for all of them.
@@ -109,31 +116,42 @@ def run(task: Task) -> list[dict[str, Any]]:
         _check(model, candidates, task, width, height)
     if task.out is not None:
         check_writable(task.out)
-    return _measure(task, load_denoiser(task.model, task.dtype, device), model, candidates)
+    measured = Measured(task.out if task.resume else None, environment(device))
+    rows = [
+        (setting, candidate, measured.take({**candidate.to_dict(), **vars(setting)}))
+        for setting in task.settings(device, task.sizes or ())
+        for turn in range(task.rounds)
+        for candidate in (candidates if turn % 2 == 0 else candidates[::-1])
+    ]
+    if all(known for *_, known in rows):
+        return [known for *_, known in rows if known]
+    return _measure(task, load_denoiser(task.model, task.dtype, device), model, rows)
 
 
-def _measure(task: Task, denoiser: nn.Module, model: Outline, candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+def _measure(
+    task: Task, denoiser: nn.Module, model: Outline, rows: Sequence[tuple[Setting, Candidate, dict[str, Any] | None]]
+) -> list[dict[str, Any]]:
     device = next(denoiser.parameters()).device
-    turns = [each for turn in range(task.rounds) for each in (candidates if turn % 2 == 0 else candidates[::-1])]
-    sizes = task.sizes or ()
-    settings = task.settings(device, sizes)
+    left = [(setting, candidate) for setting, candidate, known in rows if known is None]
     records = []
-    with tqdm(total=len(settings) * len(turns), unit="row", leave=False) as progress:
+    with tqdm(total=len(left), unit="row", leave=False) as progress:
         progress.set_description("trial")
-        for width, height in sizes:
-            _try(denoiser, candidates, task, model, width, height)
-        for setting in settings:
+        for width, height in task.sizes or ():
+            new = {each.label: each for setting, each in left if (setting.width, setting.height) == (width, height)}
+            _try(denoiser, list(new.values()), task, model, width, height)
+        for setting, candidates in groupby(rows, key=lambda row: row[0]):
             arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
-            for candidate in turns:
-                progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
-                try:
-                    record = measure_candidate(denoiser, arguments, candidate, setting)
-                except torch.OutOfMemoryError as error:
-                    raise _too_large(task, device, setting.width, setting.height, setting.batch) from error
+            for _, candidate, record in candidates:
+                if record is None:
+                    progress.set_description(f"{setting.width}x{setting.height} b{setting.batch} {candidate.label}")
+                    try:
+                        record = measure_candidate(denoiser, arguments, candidate, setting)
+                    except torch.OutOfMemoryError as error:
+                        raise _too_large(task, device, setting.width, setting.height, setting.batch) from error
+                    if task.out is not None:
+                        append_line(task.out, json.dumps(record))
+                    progress.update()
                 records.append(record)
-                if task.out is not None:
-                    append_line(task.out, json.dumps(record))
-                progress.update()
     return records
 
 
@@ -150,20 +168,20 @@ def _check(model: Outline, candidates: Sequence[Candidate], task: Task, width: i
 def _try(
     denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model: Outline, width: int, height: int
 ) -> None:
-    """Refuse what only a run tells before anything is timed: every phase of every candidate runs once."""
+    """Refuse what only a run tells before anything is timed: every candidate runs until it merges."""
     batch = min(task.batches)
     arguments = model.example(denoiser, batch, width, height, task.frames)
+
+    def call() -> None:
+        with torch.inference_mode():
+            denoiser(**arguments, return_dict=False)
+
     for candidate in candidates:
-        loop = Loop(task.steps)
-        visited = visits(candidate.phases(task.steps))
+        loop, phases = Loop(task.steps), candidate.phases(task.steps)
         try:
             api.apply(denoiser, candidate.techniques, scheduler=loop)
-            loop.set_timesteps()
-            for step in range(max(visited) + 1):
-                if step in visited:
-                    with torch.inference_mode():
-                        denoiser(**arguments, return_dict=False)
-                loop.step()
+            reach(loop, call, phases, trial_step(phases))
+            call()
         except torch.OutOfMemoryError as error:
             raise _too_large(task, next(denoiser.parameters()).device, width, height, batch) from error
         # Also the denoiser's own checks: a size it has no positions for, say.

@@ -6,63 +6,52 @@ import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
 from ...planning.tables import markdown
 from .candidates import BOUND
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file that `run` has written."""
-    way_out = "give a file that bench --out has written"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); {way_out}") from error
-    except UnicodeDecodeError as error:
-        raise TokenMergeError(f"{path} is no text; {way_out}") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TokenMergeError(f"line {number} of {path} is no JSON ({error}); {way_out}") from error
-        if not isinstance(record, dict) or "laps_ms" not in record:
-            raise TokenMergeError(f"line {number} of {path} is no record of times; {way_out}")
-        if "techniques" not in record:
-            raise TokenMergeError(
-                f"line {number} of {path} is of tokenmerge 0.1, which had other techniques; {way_out}"
-            )
-        records.append(record)
-    if not records:
-        raise TokenMergeError(f"{path} holds no record; {way_out}")
-    return records
+from .records import conditions
 
 
 def report(records: Iterable[dict[str, Any]]) -> str:
     """A Markdown table of each comparison, with advice where a technique did not pay."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        key = tuple(record[name] for name in ("model", "width", "height", "batch", "mode", "steps"))
-        # Of pictures, older files do not say that there is one frame.
-        key += (record.get("frames", 1), json.dumps(record["environment"]))
-        groups.setdefault(key, []).append(record)
     parts = []
-    for (model, width, height, batch, mode, steps, frames, _), found in groups.items():
-        rows = pool(found)
-        where = rows[0].record["environment"]
+    for found in comparisons(records):
+        first, rows = found[0], pool(found)
+        where, frames = first["environment"], first.get("frames", 1)
         over = f", {frames} frames" if frames > 1 else ""
+        commits = dict.fromkeys(each["environment"].get("commit", "") for each in found)
+        at = f", commits {', '.join(commits)}" if len(commits) > 1 else ""
         parts.append(
-            f"**{model}, {width}x{height}{over}, batch {batch}, {mode}**: {steps} steps on {where['device']}, "
-            f"torch {where['torch']}\n\n{_table(rows)}"
+            f"**{first['model']}, {first['width']}x{first['height']}{over}, batch {first['batch']}, {first['mode']}**: "
+            f"{first['steps']} steps on {where['device']}, torch {where['torch']}{at}\n\n{_table(rows)}"
         )
         if any(speed_up(row, rows) < 1 for row in rows):
-            parts.append(_advice(mode))
+            parts.append(_advice(first["mode"]))
     return "\n\n".join(parts)
+
+
+def comparisons(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Records by what was compared. Those of a resumed run, which did not time the plain denoiser again, are compared
+    with the one that an earlier commit has timed under the same conditions."""
+    by_commit: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        # Of pictures, older files do not say that there is one frame.
+        told = [record[name] for name in ("model", "width", "height", "batch", "mode", "steps")]
+        setting = json.dumps([*told, record.get("frames", 1), conditions(record["environment"])])
+        key = f"{setting} {record['environment'].get('commit')}"
+        by_commit.setdefault(key, (setting, []))[1].append(record)
+    found: dict[str, list[dict[str, Any]]] = {}
+    plain: dict[str, list[dict[str, Any]]] = {}
+    for key, (setting, rows) in by_commit.items():
+        if any(not row["techniques"] for row in rows):
+            found[key] = plain[setting] = rows
+        elif setting in plain:
+            plain[setting] += rows
+        else:
+            found[key] = rows
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -129,19 +118,32 @@ def _table(rows: Sequence[Row]) -> str:
 def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
     bounds = {_bound_of(row): row for row in rows if _method(row) == "lower-bound"}
     for row in rows:
-        bound = bounds.get(_bound_of(row))
+        bound = _bound_ms(row, rows, bounds.get(_bound_of(row)))
         peak = row.record["peak_bytes"]
         yield [
             row.record["label"],
             f"{row.schedule_ms:.0f}",
             f"{speed_up(row, rows):.2f}x",
-            "" if bound in (None, row) else f"{100 * (row.schedule_ms / bound.schedule_ms - 1):+.1f} %",
+            "" if bound is None else f"{100 * (row.schedule_ms / bound - 1):+.1f} %",
             ", ".join(f"{phase} {_spread(laps)}" for phase, laps in row.laps.items()),
             str(row.record["launches"] or ""),
             f"{peak / 2**30:.2f}" if peak else "",
             f"{statistics.median(row.loops):.0f}" if row.loops else "",
             f"{row.record['first_call_s']:.1f}" if "compiled" in row.record["mode"] else "",
         ]
+
+
+def _bound_ms(row: Row, rows: Sequence[Row], linear: Row | None) -> float | None:
+    """What a row cannot be faster than: of merging alone, with maps that cost nothing; of Hold alone, its full steps
+    at the time of plain ones."""
+    if linear is not None:
+        return None if linear is row else linear.schedule_ms
+    if [each["technique"] for each in row.techniques] != ["hold"]:
+        return None
+    plain = next(each for each in rows if not each.techniques)
+    steps: dict[str, int] = row.record["steps_by_phase"]
+    full = sum(count for phase, count in steps.items() if phase != "held")
+    return plain.schedule_ms * full / sum(steps.values())
 
 
 def _spread(laps: list[float]) -> str:

@@ -35,7 +35,8 @@ def add(commands: Any) -> None:
         help="any of eager, graph, compiled, compiled+graph (default: eager)",
     )
     add_("--steps", type=number, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
-    add_("--warmups", type=number, metavar="N", help="untimed runs of every kind of step (default: 5 on a GPU, else 1)")
+    runs = "untimed runs of every kind of step, with graphs at least 2 (default: 5 on a GPU, else 1)"
+    add_("--warmups", type=number, metavar="N", help=runs)
     add_(
         "--settle", type=parse_as(float), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)"
     )
@@ -51,6 +52,7 @@ def add(commands: Any) -> None:
     shared.add_machine_options(parser)
     shared.add_dtype(parser, "the model's usual")
     add_("--out", type=Path, metavar="FILE", help="file to append JSON lines to (default: none)")
+    add_("--resume", action="store_true", help="leave out rows that --out holds of this machine, device and versions")
     add_("--table", type=Path, metavar="FILE", help="print the tables of such a file and stop (default: none)")
     shared.add_json(parser)
     parser.set_defaults(run=run)
@@ -62,6 +64,6 @@ def run(options: argparse.Namespace) -> None:
     if options.table:
         records = bench.read(options.table)
     else:
-        options.command = shared.typed_command(options.words, without="--out")
+        options.command = shared.typed_command([word for word in options.words if word != "--resume"], without="--out")
         records = bench.run(bench.Task(**shared.given(options, bench.Task)))
     shared.print_json(records) if options.json else print(bench.report(records))
