@@ -28,7 +28,7 @@ def test_every_field_has_a_sentence_and_nothing_else_has(cls: type[Merge] | type
 
 
 def test_a_sentence_of_two_lines_is_one() -> None:
-    assert Hold.field_docs()["what"].endswith("auto takes stages where they can be held")
+    assert Hold.field_docs()["what"].endswith("blocks of a UNet, and elsewhere the prediction")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -67,6 +67,7 @@ REFUSED: list[tuple[type[Merge] | type[Hold], str, object]] = [
     (Merge, "destinations_every", 0),
     (Merge, "weights_every", 0),
     (Merge, "weights_every", 2.5),
+    (Merge, "weights_every", 10**400),
     (Merge, "start", 1.0),
     (Merge, "stop", 1.5),
     (Merge, "seed", 0.5),
@@ -77,6 +78,7 @@ REFUSED: list[tuple[type[Merge] | type[Hold], str, object]] = [
     (Hold, "every", 0),
     (Hold, "every", 2.5),
     (Hold, "every", True),
+    (Hold, "every", 10**400),
     (Hold, "start", -0.1),
     (Hold, "stop", 0.0),
     (Hold, "what", "block"),
@@ -118,6 +120,8 @@ def test_every_seed_in_range_seeds_a_generator(seed: int) -> None:
 def test_components_must_be_some_and_known() -> None:
     with pytest.raises(TokenMergeError, match="components is empty"):
         Merge(sites="component", components=())
+    with pytest.raises(TokenMergeError, match=r"components is \('mlp', 'mlp'\), with one twice"):
+        Merge(sites="component", components=("mlp", "mlp"))
     with pytest.raises(TokenMergeError, match="components is 'attention'"):
         Merge(sites="component", components=("mlp", "attention"))
 
@@ -136,7 +140,7 @@ def test_unknown_fields_are_type_errors(cls: type[Merge] | type[Hold], make: Cal
 
 
 def test_a_near_name_is_proposed() -> None:
-    with pytest.raises(TypeError, match=r"Merge has no field 'ratoi' \(did you mean 'ratio'\?\); its fields are ratio"):
+    with pytest.raises(TypeError, match=r"Merge has no field 'ratoi' \(did you mean 'ratio'\?\); fields are ratio"):
         Merge().replace(ratoi=0.5)
     with pytest.raises(TokenMergeError, match="did you mean 'toma'"):
         Merge(method="tomma")

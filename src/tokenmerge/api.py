@@ -159,12 +159,9 @@ def plan(
     knows its own. The model may be on the meta device.
     """
     techniques = resolve(technique, fields)
-    given = {
-        "frames": frames,
-        "vae_scale_factor": vae_scale_factor,
-        "vae_scale_factor_temporal": vae_scale_factor_temporal,
-    }
-    check_whole(height=height, width=width, steps=steps, **{name: n for name, n in given.items() if n is not None})
+    check_whole(height=height, width=width, steps=steps)
+    scales = {"vae_scale_factor": vae_scale_factor, "vae_scale_factor_temporal": vae_scale_factor_temporal}
+    check_whole(**{name: scale for name, scale in scales.items() if scale is not None})
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()

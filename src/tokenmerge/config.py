@@ -29,8 +29,20 @@ BACKENDS = ("auto", "reference", "triton")
 HELD = ("auto", "blocks", "stages", "prediction")
 
 DEFAULT_REGION_COUNT = 64
-# Fields of version 0.1.
-GONE = ("schedule", "gap", "gap_dtype", "trust", "span", "coverage", "step_ratios", "block_ratios", "anchor_every")
+# Fields of version 0.1, and what to write instead.
+GONE = {
+    "anchor_every": "write Hold(every=...)",
+    "schedule": "give destinations_every, weights_every, start and stop to Merge itself",
+    "coverage": "give a fixed ratio",
+    "step_ratios": "use start and stop",
+    "block_ratios": "use skip_first and skip_last",
+    "span": "leave it out: Hold makes runs of neighbouring blocks by itself",
+    "gap": "leave it out: Hold extrapolates in noise",
+    "gap_dtype": "leave it out: residuals have the dtype of the tokens",
+    "trust": "leave it out: it went with anchored merging",
+}
+# Full steps may lie as far apart as any schedule is long.
+MOST_STEPS = 1_000_000
 # That a generator takes everywhere.
 LARGEST_SEED = 2**63 - 1
 
@@ -40,8 +52,9 @@ Self = TypeVar("Self", bound="Technique")
 def no_field(owner: str, name: str, known: list[str]) -> TypeError:
     """What to say of a name that is no field."""
     if name in GONE:
-        return TypeError(f"{name!r} is a field of tokenmerge 0.1; docs/upgrading.md has what to write instead")
-    return TypeError(f"{owner} has no field {name!r}{did_you_mean(name, known)}; its fields are {', '.join(known)}")
+        return TypeError(f"{name!r} is a field of tokenmerge 0.1; {GONE[name]}")
+    has = "has a" if owner.startswith("neither") else "has no"
+    return TypeError(f"{owner} {has} field {name!r}{did_you_mean(name, known)}; fields are {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -210,8 +223,9 @@ class Merge(Technique):
             _check_choice(name, getattr(self, name), choices)
         for component in self.components:
             _check_choice("components", component, COMPONENTS)
-        if not self.components:
-            raise TokenMergeError(f"components is empty; name at least one of {', '.join(COMPONENTS)}")
+        if not self.components or len(set(self.components)) < len(self.components):
+            found = f"is {self.components}, with one twice" if self.components else "is empty"
+            raise TokenMergeError(f"components {found}; name one or more of {', '.join(COMPONENTS)}, each once")
         object.__setattr__(self, "regions", str(Regions.parse(self.regions)))
         if self.merge_regions is not None:
             object.__setattr__(self, "merge_regions", str(Regions.parse(self.merge_regions, "merge_regions")))
@@ -227,8 +241,8 @@ class Merge(Technique):
                     f"{name} is {skip}; write a number of blocks (an integer from 0) or a share of them (in [0, 1))"
                 )
         for name in ("destinations_every", "weights_every"):
-            if getattr(self, name) < 1:
-                raise TokenMergeError(f"{name} is {getattr(self, name)}; it must be 1 step or more")
+            if not 1 <= getattr(self, name) <= MOST_STEPS:
+                raise TokenMergeError(f"{name} is {getattr(self, name)}; it must be from 1 to {MOST_STEPS} steps")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise TokenMergeError(f"seed is {self.seed}; it must be from 0 to {LARGEST_SEED}")
         self._check_window()
@@ -286,9 +300,9 @@ class Hold(Technique):
             raise TokenMergeError(
                 f"tolerance is {self.tolerance} and every is {self.every}; each chooses which steps run, so give one"
             )
-        if self.every is not None and self.every < 1:
+        if self.every is not None and not 1 <= self.every <= MOST_STEPS:
             raise TokenMergeError(
-                f"every is {self.every}; it is the mean distance of full steps, from 1 (all steps run)"
+                f"every is {self.every}; it is the mean distance of full steps, from 1 (all steps run) to {MOST_STEPS}"
             )
         if self.every is None and self.tolerance is None:
             object.__setattr__(self, "tolerance", TOLERANCE)

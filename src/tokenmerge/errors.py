@@ -20,8 +20,9 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The known name nearest to another one, as part of an error; nothing where none is near."""
-    near = get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    names = {each.lower(): each for each in known}
+    near = get_close_matches(str(name).lower(), names, n=1)
+    return f" (did you mean {names[near[0]]!r}?)" if near else ""
 
 
 def check_whole(**values: Any) -> None:

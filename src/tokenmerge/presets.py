@@ -6,7 +6,7 @@ A file holds one technique or a list of them, as `to_dict` gives them: JSON, or 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,15 @@ _PRESETS: dict[str, Merge | Hold] = {
     "none": Merge(ratio=0.0),
 }
 _FILES = (".json", ".yaml", ".yml")
-# Presets of version 0.1.
-_GONE = ("default", "unet-hold", "unet-anchored", "dit-anchored")
+# Fields of version 0.1 that have a new form.
+_TRANSLATED = ("schedule", "anchor_every")
+# Presets of version 0.1, and what comes near.
+_GONE = {
+    "default": "'hold', or 'unet' or 'dit' with a ratio",
+    "unet-hold": "'hold', which holds stages on UNets",
+    "unet-anchored": "'hold', or [Merge(), Hold(every=5)]",
+    "dit-anchored": "'hold', or [Merge(skip_first=0.25), Hold(every=5)]",
+}
 
 
 def presets() -> dict[str, Merge | Hold]:
@@ -66,10 +73,10 @@ def resolve(technique: Any, fields: Mapping[str, Any]) -> Techniques:
         return read_file(Path(technique))
     if isinstance(technique, Techniques):
         return technique
-    listed = technique if isinstance(technique, Sequence) else [technique]
+    listed = technique if isinstance(technique, list | tuple) else [technique]
     for each in listed:
         if not isinstance(each, Merge | Hold):
-            kind = each.__name__ if isinstance(each, type) else f"a {type(each).__name__}"
+            kind = f"the class {each.__name__}" if isinstance(each, type) else f"of type {type(each).__name__}"
             raise TypeError(
                 f"a technique is {kind}; give a Merge, a Hold, a list of one of each, the name of a preset "
                 f"({', '.join(_PRESETS)}), or the path of a .json or .yaml file"
@@ -82,8 +89,11 @@ def resolve(technique: Any, fields: Mapping[str, Any]) -> Techniques:
 def preset(name: str) -> Merge | Hold:
     """A preset by its name."""
     if name in _GONE:
+        raise TokenMergeError(f"preset {name!r} is of tokenmerge 0.1; use {_GONE[name]}")
+    if ":" in name or "+" in name:
         raise TokenMergeError(
-            f"preset {name!r} is of tokenmerge 0.1; use {RECOMMENDED!r}, or see docs/upgrading.md for what comes near"
+            f"{name!r} is how commands take techniques; in Python give fields by name, as in apply(pipe, 'toma', "
+            "ratio=0.5), and both techniques as a list, as in [Merge(ratio=0.5), Hold()]"
         )
     if name not in _PRESETS:
         raise TokenMergeError(
@@ -99,7 +109,7 @@ def read_file(path: Path) -> Techniques:
         raise TokenMergeError(f"technique file {str(path)!r} is not there; give an existing .json or .yaml file")
     try:
         text = path.read_text(encoding="utf-8")
-        return from_data(_parse_json(text) if path.suffix == ".json" else _parse_yaml(text))
+        return from_data(_parse_json(text) if path.suffix.lower() == ".json" else _parse_yaml(text))
     except UnicodeDecodeError as error:
         raise TokenMergeError(f"technique file {str(path)!r} is not UTF-8 text ({error}); save it as such") from error
     except OSError as error:
@@ -121,14 +131,15 @@ _EXAMPLE = 'a technique is a mapping, as in {"technique": "merge", "ratio": 0.5}
 
 def _one(data: Any) -> Merge | Hold:
     if not isinstance(data, Mapping):
-        held = "nothing" if data is None else f"a {type(data).__name__}"
+        held = "nothing" if data is None else f"a value of type {type(data).__name__}"
         raise TokenMergeError(f"it holds {held}; {_EXAMPLE}")
     # Names need not be texts in YAML.
     values = {str(name): value for name, value in data.items()}
     kind = values.pop("technique", None)
     if kind is None and values and values.keys() <= {*Merge.field_docs(), *GONE}:
         new = json.dumps(new_form(values), default=str)
-        raise TokenMergeError(f"it is a config of tokenmerge 0.1; its new form is {new} (docs/upgrading.md)")
+        lost = "".join(f"; {name} is gone: {GONE[name]}" for name in GONE if name in values and name not in _TRANSLATED)
+        raise TokenMergeError(f"it is a config of tokenmerge 0.1; its new form is {new}{lost}")
     if not isinstance(kind, str) or kind not in TECHNIQUES:
         raise TokenMergeError(f"technique is {kind!r}; it must be one of {', '.join(TECHNIQUES)}. {_EXAMPLE}")
     try:
@@ -160,14 +171,15 @@ def new_form(old: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
 
 
 def _is_file(technique: str | Path) -> bool:
-    return isinstance(technique, Path) or technique.endswith(_FILES)
+    return isinstance(technique, Path) or technique.lower().endswith(_FILES)
 
 
 def _misplaced(technique: Any, fields: Mapping[str, Any]) -> TypeError:
     """Fields without the name of a preset, with what to write instead."""
     unknown = [name for name in fields if all(name not in cls.field_docs() for cls in TECHNIQUES.values())]
     if unknown:
-        return no_field("no technique", unknown[0], [*Merge.field_docs(), *Hold.field_docs()])
+        known = dict.fromkeys([*Merge.field_docs(), *Hold.field_docs()])
+        return no_field("neither Merge nor Hold", unknown[0], list(known))
     if technique is None:
         fact = "fields need a technique"
     elif isinstance(technique, str | Path):

@@ -237,7 +237,7 @@ def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:
     [
         ("sdxl", {"height": 1, "width": 64}, "64x1 pixels are less than one 2-pixel latent"),
         ("flux", {"height": 2, "width": 64}, "64x2 pixels are less than one token of 4x4"),
-        ("flux", {"height": 64, "width": 64, "steps": 0}, "steps is 0; a picture takes 1 step or more"),
+        ("flux", {"height": 64, "width": 64, "steps": 0}, "steps is 0; it must be a whole number from 1"),
     ],
 )
 def test_sizes_and_steps_that_cannot_be_are_refused(kind: str, size: dict[str, int], message: str) -> None:

@@ -398,7 +398,7 @@ def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
         (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 16"),
         # A whole number of latents, but not of tokens.
         (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
-        (["--sizes", "0x0"], "0x0 pixels cannot be made"),
+        (["--sizes", "0x0"], "'0x0' is not a size; write width x height in pixels"),
         (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
         # What only a candidate, or only a size, is refused for.
         (["--techniques", "dit", "todo"], "todo:ratio=0.75 is refused at 64x64: method 'todo'"),

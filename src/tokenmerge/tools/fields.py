@@ -77,7 +77,7 @@ def differing(value: Any, base: Any) -> dict[str, str]:
 
 def parse_size(text: str) -> tuple[int, int]:
     """Width and height, written as in 512x384."""
-    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
+    match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.strip())
     if not match:
         raise Unreadable(f"{text!r} is not a size; write width x height in pixels, as in 512x384")
     return int(match[1]), int(match[2])

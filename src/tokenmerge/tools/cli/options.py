@@ -32,7 +32,9 @@ EXAMPLES = {
     '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
     "mine@toma:regions=whole": "under a name of your own",
 }
-FAMILY_DEFAULT = "default: the merging preset of the model's family, unet or dit; hold; and both together"
+FAMILY_DEFAULT = (
+    "default: the merging preset of the model's family, unet or dit (for video name `video`); hold; and both"
+)
 _WIDTH, _INDENT = 110, 28
 
 
