@@ -261,7 +261,7 @@ WRONG = {
     "--device cuda:77": "cannot be used",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
     "--seed -1": "seed -1 is out of range; seeds are from 0 to 9223372036854775807",
-    "--seed 9223372036854775807 --number 2": "seed 9223372036854775808 is out of range",
+    "--seed 9223372036854775807 --number 2": "is out of range; seeds are from 0 to 9223372036854775807",
     "--seeds 0,-1": "seed -1 is out of range",
     "--seeds a": "--seeds: 'a' is not a list of whole numbers, as in 0,1,2",
     "--compile graphs --device cpu": "use --compile blocks",
