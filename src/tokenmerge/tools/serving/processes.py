@@ -29,7 +29,9 @@ def prepare_ray() -> None:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray lets all other programs of the machine go first, and whoever is served waits.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    # HTTP options once took such a thing; now Ray reads it here alone.
+    # Of two processes that died, Ray would tell the second time when all ends, as if the end had killed it.
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    # No argument of Ray's takes this.
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = CALLBACK
 
 

@@ -222,6 +222,7 @@ def _end(front: Any, timeout: float) -> None:
 
     try:
         if front is not None:
+            print("ending when all that was accepted is drawn; Ctrl-C again does not wait for it", flush=True)
             front.drain.remote().result(timeout_s=timeout + _GRACE)
     except (RayError, RayServeException, TimeoutError):
         # Who would answer is gone.
