@@ -35,6 +35,7 @@ TECHNIQUES: dict[str, list[Merge | Hold]] = {
     "hold": [Hold(tolerance=0.5)],
     "merge": [Merge(regions="tile:2x2")],
     "stripes": [Merge(regions="stripe:10")],
+    "wide stripes": [Merge(regions="stripe:3")],
     "both": [Merge(regions="tile:2x2"), Hold(every=2, start=0.0)],
 }
 CONFIGS: dict[str, Callable[[], ContextParallelConfig]] = {
@@ -162,17 +163,17 @@ def refused_after() -> dict[str, Any]:
     return {"error": message, "off": off(draw(tokenmerge.remove(pipe), "flux"), alone("flux", "plain")[0])}
 
 
-def straddling() -> dict[str, Any]:
-    """Regions that lie in both parts, and one that fits after."""
+def straddling(regions: str, config: str, size: tuple[int, int]) -> dict[str, Any]:
+    """Regions that lie in both parts."""
     pipe = build("flux")
-    share(pipe, "ulysses")
-    plain = draw(pipe, "flux")
-    technique = Merge(regions="tile:16x1")
+    share(pipe, config)
+    plain = draw(pipe, "flux", size)
+    technique, (height, width) = Merge(regions=regions), size
     tokenmerge.apply(pipe, technique)
-    message = error_of(lambda: draw(pipe, "flux"))
-    planned = error_of(lambda: tokenmerge.plan(pipe, technique, height=64, width=64))
+    message = error_of(lambda: draw(pipe, "flux", size))
+    planned = error_of(lambda: tokenmerge.plan(pipe, technique, height=height, width=width))
     tokenmerge.remove(pipe)
-    return {"error": message, "planned": planned, "off": off(draw(pipe, "flux"), plain)}
+    return {"error": message, "planned": planned, "off": off(draw(pipe, "flux", size), plain)}
 
 
 def error_of(run: Callable[[], Any]) -> str:
@@ -239,8 +240,10 @@ def compiled() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {}
 for _name, _techniques in {"flux": ("hold", "merge", "both"), "qwen": ("hold", "both")}.items():
     for _technique in _techniques:
-        for _config, _order in (("ulysses", "before"), ("ulysses", "after"), ("ring", "before")):
-            CASES[f"{_name}, {_technique}, {_config}, {_order}"] = partial(picture, _name, _technique, _config, _order)
+        for _config in ("ulysses", "ring"):
+            for _order in ("before", "after"):
+                _case = partial(picture, _name, _technique, _config, _order)
+                CASES[f"{_name}, {_technique}, {_config}, {_order}"] = _case
 for _name, _technique in (
     ("flux2-dev", "both"),
     ("wan2.1", "both"),
@@ -254,11 +257,17 @@ for _name, _technique in (
 CASES["flux, hold, uneven, before"] = partial(picture, "flux", "hold", "uneven", "before", size=(28, 20), text=5)
 CASES["qwen, hold, uneven, after"] = partial(picture, "qwen", "hold", "uneven", "after", size=(40, 56), text=5)
 CASES["flux, both, uneven, before"] = partial(picture, "flux", "both", "uneven", "before", text=5)
+# 3x17 tokens and 16 of the reference: parts of 34 and 33, with two stripes and one.
+_wide = partial(picture, "qwen-edit-plus", "wide stripes", "uneven", "before", size=(24, 136))
+CASES["qwen-edit-plus, wide stripes, uneven, before"] = _wide
 for _order in ("before", "after"):
     CASES[f"without a table, {_order}"] = partial(without_a_table, "ChronoEditTransformer3DModel", _order)
 # The first block of Qwen-Image has a hook that shares tokens out.
 CASES["removed"] = partial(removed, "qwen")
-CASES |= {"refused": refused, "refused after": refused_after, "straddling": straddling, "nonsense": nonsense}
+CASES["straddling tiles"] = partial(straddling, "tile:16x1", "ulysses", (64, 64))
+# 7x5 tokens: no number but one divides both 18 and 17.
+CASES["straddling stripes"] = partial(straddling, "stripe:7", "uneven", (28, 20))
+CASES |= {"refused": refused, "refused after": refused_after, "nonsense": nonsense}
 CASES |= {"summed up": summed_up, "compiled": compiled}
 
 

@@ -111,11 +111,26 @@ def test_it_is_refused_too_where_it_was_applied_before(both: list[dict[str, Any]
         assert each["off"] < ROUNDING
 
 
-@of_case(shards.straddling)
-def test_regions_that_lie_in_two_parts_are_refused(both: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("both", "told", "begin", "way_out"),
+    [
+        ("straddling tiles", "16 tiles of 16x1 on the 16x16", "0, 128", "use smaller regions, such as 'stripe', or"),
+        (
+            "straddling stripes",
+            "7 stripes of 5 on the 7x5",
+            "0, 18",
+            "use a size of picture with a multiple of 2 tokens",
+        ),
+    ],
+    indirect=["both"],
+)
+def test_regions_that_lie_in_two_parts_are_refused(
+    both: list[dict[str, Any]], told: str, begin: str, way_out: str
+) -> None:
     for each in both:
-        assert each["error"].startswith("16 tiles of 16x1 on the 16x16 token grid: some lie in two of the parts")
-        assert "which begin at tokens 0, 128; use smaller regions" in each["error"]
+        assert each["error"].startswith(f"{told} token grid: some lie in two of the parts")
+        assert f"which begin at tokens {begin}; {way_out}" in each["error"]
+        assert each["error"].endswith(", or Hold")
         assert each["planned"] == each["error"]
         assert each["off"] == 0.0
 

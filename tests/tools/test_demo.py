@@ -441,7 +441,13 @@ def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: P
     with pytest.raises(TokenMergeError, match="cannot be loaded"):
         Models([str(folder)], device="cpu").load("mine")
     index = json.loads((folder / "model_index.json").read_text())
-    for name, words in (("MyPipeline", "no pipeline of diffusers"), ("WanPipeline", "makes videos")):
+    refused: list[tuple[Any, str]] = [
+        ("MyPipeline", "is a MyPipeline, which is no pipeline of diffusers"),
+        # As hub pipelines with code of their own have it, whatever they call their class.
+        (["code", "FluxPipeline"], "is a code.FluxPipeline, which is no pipeline of diffusers"),
+        ("WanPipeline", "makes videos"),
+    ]
+    for name, words in refused:
         (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": name}))
         with pytest.raises(TokenMergeError, match=words):
             Models([str(folder)], device="cpu")

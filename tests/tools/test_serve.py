@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import yaml
 from PIL import Image
 
 import tiny
@@ -36,8 +37,9 @@ from tokenmerge.config import LARGEST_SEED, Techniques
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.serving import keys
 from tokenmerge.tools.serving.batching import Drawn, Failed, Queue, Waiting
-from tokenmerge.tools.serving.processes import is_loopback
+from tokenmerge.tools.serving.processes import check_listeners, is_loopback
 from tokenmerge.tools.serving.requests import Job, Limits, Offer, Refusal, Settings, read_order
+from tokenmerge.tools.serving.run import application
 from tokenmerge.tools.serving.sharing import may_share
 from tokenmerge.tools.serving.worker import Equipment, Worker
 from tokenmerge.tools.speeds import BATCHED_SPEEDS
@@ -162,7 +164,6 @@ def test_a_batch_has_the_oldest_job_and_others_of_its_settings() -> None:
     waiting[2].answer.cancel()
     taken = [[each.job.seed for each in queue.take()] for _ in range(5)]
     assert taken == [[0, 4, 5], [1], [3], [6], []]
-    assert len(queue) == 0
     loop.close()
 
 
@@ -246,6 +247,15 @@ def test_loopback_is_told_from_other_addresses() -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "::", "192.0.2.2", "::ffff:192.0.2.2")))
 
 
+def test_no_listener_but_the_one_that_was_asked_for_may_be_beyond_loopback() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as open_to_all, socket.create_server(("127.0.0.1", 0)):
+        port = open_to_all.getsockname()[1]
+        check_listeners("0.0.0.0", port)
+        for asked in (("0.0.0.0", port - 1), ("127.0.0.1", port), ("localhost", port)):
+            with pytest.raises(TokenMergeError, match=f"listens on 0.0.0.0 port {port}, not on loopback alone"):
+                check_listeners(*asked)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -271,6 +281,16 @@ def test_what_cannot_be_served_is_told_before_anything_starts(
     assert words in printed
 
 
+def test_a_model_with_a_pipeline_of_its_own_is_told_before_anything_starts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "own")
+    index = json.loads((model / "model_index.json").read_text())
+    (tmp_path / "own" / "model_index.json").write_text(json.dumps({**index, "_class_name": ["code", "OwnPipeline"]}))
+    assert main(["serve", "--device", "cpu", "--model", str(tmp_path / "own"), "--port", str(free_port())]) == 2
+    assert "is a code.OwnPipeline, which is no pipeline of diffusers" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -287,6 +307,37 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["serve", "--device", "cpu", "--port", str(free_port())]) == 2
     assert capsys.readouterr().err == f"tokenmerge: {package} is not installed; pip install tokenmerge[serve]\n"
+
+
+# A cluster.
+
+
+def test_the_recipe_for_a_cluster_is_one_that_ray_takes(model: Path) -> None:
+    from ray._common.utils import import_attr
+    from ray.serve._private.build_app import build_app
+    from ray.serve.schema import ServeDeploySchema
+
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    recipe = ServeDeploySchema.model_validate(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    (described,) = recipe.applications
+    build = import_attr(described.import_path)
+    assert build is application
+    # Another model, since there is no hub here.
+    bound = build({**described.args, "model": str(model), "device": "cpu"})
+    built = build_app(bound, name="it", make_deployment_handle=lambda deployment, name: None)
+    deployments = {each.name: each for each in built.deployments}
+    assert deployments.keys() == {"Front", "Worker"}
+    (options,) = (each.model_dump(exclude_unset=True) for each in described.deployments)
+    assert options.pop("name") == "Worker"
+    scaled = deployments["Worker"].options(**options, num_replicas="auto")
+    assert scaled._deployment_config.autoscaling_config.max_replicas == 8
+
+
+def test_arguments_for_a_cluster_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(TokenMergeError, match=r"args has 'modle' \(did you mean 'model'\?\); use any of model, host"):
+        application({"modle": "tiny-flux"})
+    with pytest.raises(TokenMergeError, match="cannot be read"):
+        application({"model": "tiny-flux", "keys": str(tmp_path / "none")})
 
 
 # A real server.
@@ -311,6 +362,7 @@ class Server:
     port: int
     folder: Path  # of Ray's files
     output: Path
+    ending: list[psutil.Process] = field(default_factory=list)  # its family when it was interrupted
 
     def ask(self, path: str, body: bytes | None = None, key: str | None = KEY, timeout: float = 60) -> Answer:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -349,9 +401,13 @@ class Server:
     def family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
-    @property
-    def workers(self) -> list[psutil.Process]:
-        return [each for each in self.family if "ServeReplica:tokenmerge:Worker" in " ".join(each.cmdline())]
+    def replicas(self, of: str) -> list[psutil.Process]:
+        return [each for each in self.family if f"ServeReplica:tokenmerge:{of}" in " ".join(each.cmdline())]
+
+    def interrupt(self) -> None:
+        self.ending.extend(self.family)
+        # As a terminal does: all of them get it.
+        os.killpg(self.process.pid, signal.SIGINT)
 
 
 def free_port() -> int:
@@ -361,13 +417,13 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    """Two replicas, batches of four, twelve places. Nothing of it is left when the tests are done."""
+    """Two replicas, batches of four, twelve places, for everybody with a key. Nothing of it is left afterwards."""
     # Sockets lie there, whose paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
     (folder / "keys").write_text(f"{KEY}\n")
     output, port = folder / "output", free_port()
-    options = f"--port {port} --keys {folder / 'keys'} --logs {folder / 'ray'} --device cpu --replicas 2 --max-batch 4"
-    options += " --max-queue 12 --max-side 128 --max-steps 60 --max-prompt 400"
+    options = f"--host 0.0.0.0 --port {port} --keys {folder / 'keys'} --logs {folder / 'ray'} --device cpu"
+    options += " --replicas 2 --max-batch 4 --max-queue 12 --max-side 128 --max-steps 60 --max-prompt 400"
     command = [sys.executable, "-m", "tokenmerge", "serve", "--model", str(model), *options.split()]
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -375,6 +431,7 @@ def server(model: Path) -> Iterator[Server]:
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     started = Server(psutil.Process(process.pid), port, folder / "ray", output)
@@ -383,10 +440,10 @@ def server(model: Path) -> Iterator[Server]:
         started.wait(lambda: "serving " in output.read_text() or process.poll() is not None, 300)
         assert process.poll() is None, output.read_text()
         yield started
-        family = started.family
-        process.send_signal(signal.SIGINT)
+        if not started.ending:
+            started.interrupt()
         process.wait(60)
-        _, left = psutil.wait_procs(family, 5)
+        _, left = psutil.wait_procs(started.ending, 5)
     finally:
         for each in {*left, *(started.family if process.poll() is None else [])}:
             each.kill()
@@ -474,6 +531,16 @@ def test_a_full_queue_is_told_with_when_to_come_again(server: Server) -> None:
     assert server.metric("queue") == 0
 
 
+def test_metrics_have_the_seconds_of_requests(server: Server) -> None:
+    before = server.metric("request_seconds_count"), server.metric("request_seconds_sum")
+    begun = time.perf_counter()
+    assert server.draw(n=2, steps=12).status == 200
+    took = time.perf_counter() - begun
+    assert server.draw(n=0).status == 400
+    assert server.metric("request_seconds_count") == before[0] + 1
+    assert 0 < server.metric("request_seconds_sum") - before[1] < took
+
+
 def test_metrics_have_the_drift_that_hold_estimates(server: Server) -> None:
     before = server.metric("estimated_psnr_count")
     assert server.draw(speed="plain", steps=12).status == 200
@@ -510,28 +577,48 @@ def test_a_killed_replica_is_replaced_and_no_request_is_lost(server: Server) -> 
         asked = [pool.submit(server.draw, **fields) for fields in requests]
         server.wait(lambda: server.metric("queue") == 8)
         time.sleep(0.2)
-        first, _ = server.workers
+        first, _ = server.replicas("Worker")
         first.kill()
         assert [each.result().status for each in asked] == [200] * 8
     assert server.metric("redrawn_total") >= 1
     assert server.draw().status == 200
-    server.wait(lambda: server.ask("/healthz").data["replicas"] == 2 and first not in server.workers)
+    server.wait(lambda: len({*server.replicas("Worker")} - {first}) == 2)
+    server.wait(lambda: server.ask("/healthz").data["replicas"] == 2)
     assert server.draw(n=10).status == 200
 
 
+def test_a_killed_front_is_replaced_and_no_request_hangs(server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.draw, n=10, steps=60)
+        server.wait(lambda: server.metric("queue") == 10)
+        (front,) = server.replicas("Front")
+        front.kill()
+        failed = asked.result(30)
+    assert (failed.status, failed.data["error"]["type"]) == (503, "server_error")
+    assert int(failed.headers["Retry-After"]) >= 1
+    # Another one takes longer to start than anybody waits for this.
+    begun = time.monotonic()
+    assert server.ask("/healthz", key=None).status in (200, 503)
+    assert time.monotonic() - begun < 4
+    # Others wait for it.
+    assert server.draw().status == 200
+    assert server.ask("/healthz").data["replicas"] == 2
+    assert server.replicas("Front") != [front]
+
+
 def listening() -> dict[int, str]:
-    """Addresses that this machine listens on, by the inode of the socket, in the order of their bytes."""
+    """Addresses and ports that this machine listens on, by the inode of the socket, in the order of their bytes."""
     found = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A":
-                found[int(words[9])] = words[1].partition(":")[0]
+                found[int(words[9])] = words[1]
     return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_every_listener_is_on_loopback(server: Server) -> None:
+def test_every_listener_but_that_for_clients_is_on_loopback(server: Server) -> None:
     addresses, found = listening(), []
     for process in server.family:
         for entry in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -541,10 +628,8 @@ def test_every_listener_is_on_loopback(server: Server) -> None:
     # Of Ray's processes, and of HTTP.
     assert len(found) > 8
     loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
-    assert [each for each in found if each[1] not in loopback] == []
-    # And that one can see others.
-    with socket.create_server(("0.0.0.0", 0)) as probe:
-        assert listening()[os.fstat(probe.fileno()).st_ino] == "00000000"
+    beyond = [(name, address) for name, address in found if address.partition(":")[0] not in loopback]
+    assert beyond == [("ray::ProxyActor", f"00000000:{server.port:04X}")]
 
 
 def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
@@ -558,3 +643,68 @@ def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
     for path in [*files, server.output]:
         assert SECRET.encode() not in path.read_bytes(), path
     assert SECRET not in server.ask("/metrics").body.decode()
+
+
+# Another program that comes to the server's Ray, as to a cluster that already serves.
+GUEST = """
+import sys
+from tokenmerge.errors import TokenMergeError
+from tokenmerge.tools.serving.run import Serving, application, run_server
+
+address, model = sys.argv[1:]
+try:
+    run_server(Serving(model=model, device="cpu", cluster=address))
+except TokenMergeError as error:
+    print(error)
+
+import ray
+from ray import serve
+
+ray.init(address, log_to_driver=False, logging_level="ERROR")
+try:
+    serve.run(application({"model": model, "device": "cpu", "timeout": 1}), name="guest", route_prefix="/guest")
+except RuntimeError:
+    print(serve.status().applications["guest"].deployments["Front"].message)
+serve.delete("guest")
+"""
+
+
+def test_a_cluster_that_already_serves_keeps_its_address_and_needs_keys(server: Server, model: Path) -> None:
+    raylet = next(each for each in server.family if each.name() == "raylet")
+    (address,) = (each.partition("=")[2] for each in raylet.cmdline() if each.startswith("--gcs-address="))
+    # Its token, too.
+    rays = {name: value for name, value in raylet.environ().items() if name.startswith("RAY_")}
+    guest = subprocess.run(
+        [sys.executable, "-c", GUEST, address, str(model)],
+        env={**os.environ, **rays, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    first, *_, last = guest.stdout.strip().splitlines()
+    assert guest.returncode == 0
+    assert first == (
+        f"the cluster already serves at 0.0.0.0 port {server.port}, and 127.0.0.1 port 8000 was asked for; "
+        f"use --host 0.0.0.0 --port {server.port}, or end what runs there with `serve shutdown`"
+    )
+    assert f"the cluster serves at 0.0.0.0 port {server.port}, and without keys everybody there may draw" in last
+    assert server.draw().status == 200
+
+
+def test_an_interrupt_answers_what_is_drawn_and_refuses_the_rest(server: Server) -> None:
+    """The last one: it ends the server."""
+    told = server.output.read_text()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.draw, n=10, steps=60, size="128x128")
+        server.wait(lambda: server.metric("queue") == 10)
+        server.interrupt()
+        server.wait(lambda: server.ask("/healthz").status == 503)
+        late = server.draw()
+        assert not asked.done()
+        assert (late.status, late.data["error"]["type"]) == (503, "server_error")
+        assert int(late.headers["Retry-After"]) >= 1
+        assert asked.result().status == 200
+    server.wait(lambda: server.output.read_text().endswith("tokenmerge: interrupted\n"))
+    # Nothing of Ray's about processes that it has killed.
+    told += "ending when all that was accepted is drawn; Ctrl-C again does not wait for it\n"
+    assert server.output.read_text() == f"{told}tokenmerge: interrupted\n"

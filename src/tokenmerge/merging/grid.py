@@ -196,6 +196,10 @@ def shard_partition(partition: Partition, shard: Shard) -> Partition:
     layout = partition.layout
     bounds = shard.bounds(layout.tokens + partition.whole)
     begin, end = bounds[shard.rank : shard.rank + 2]
+    # Parts of two sizes have no smaller regions of one size either, unless a reference image fills them up.
+    uneven = bounds[-1] % shard.ranks
+    way_out = "smaller regions, such as 'stripe', or another size of picture"
+    way_out = f"a size of picture with a multiple of {shard.ranks} tokens" if uneven else way_out
     told = f"{partition.description} on the {_named(partition.grids)} token grid"
 
     def own(order: Tensor | None, size: int) -> tuple[Tensor | None, int]:
@@ -205,8 +209,7 @@ def shard_partition(partition: Partition, shard: Shard) -> Partition:
         if not bool((owners == owners[:, :1]).all()):
             raise TokenMergeError(
                 f"{told}: some lie in two of the parts that processes have of it, which begin at tokens "
-                f"{', '.join(map(str, bounds[:-1]))}; use smaller regions, such as 'stripe', or another size of "
-                "picture, or Hold"
+                f"{', '.join(map(str, bounds[:-1]))}; use {way_out}, or Hold"
             )
         counts = owners[:, 0].bincount(minlength=shard.ranks)
         if not counts.min() or (shard.even and counts.min() != counts.max()):

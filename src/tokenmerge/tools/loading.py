@@ -57,7 +57,7 @@ class Outline:
     decoder_scale: int | None = None  # pixels to a latent, if its decoder says so
     decoder_frames: int | None = None  # frames to a latent
     defaults: CallDefaults = field(default_factory=CallDefaults)
-    pipeline: str | None = None  # the name of its class; None of a bare denoiser
+    pipeline: str | None = None  # the name of its class, behind its module if that lies beside it; None of a denoiser
 
     @cached_property
     def family(self) -> Family:
@@ -86,6 +86,16 @@ class Outline:
         """The class of its pipeline, if diffusers has it."""
         _quieten_transformers()
         return getattr(diffusers, self.pipeline, None) if self.pipeline else None
+
+    def drawing_class(self) -> type:
+        """The same; an error if there is none."""
+        found = self.pipeline_class
+        if found is None:
+            raise TokenMergeError(
+                f"{self.model!r} is a {self.pipeline or 'bare denoiser'}, which is no pipeline of diffusers, and code "
+                "beside a model does not run here; give another model"
+            )
+        return found
 
     def example(
         self, denoiser: nn.Module, batch: int, width: int, height: int, frames: int | None = None
@@ -146,11 +156,10 @@ def outline(model: str) -> Outline:
     place = Path(_place(model))
     folder = place if place.is_dir() else _from_hub(model, _CONFIG_FILES)
     index = _read_json(folder, "model_index.json")
+    pipeline = _pipeline(index) if index else None
     part = next((name for name in _PARTS if index and name in index), None)
     if index and part is None:
-        raise TokenMergeError(
-            f"{model!r} is a {index.get('_class_name')} without a unet or transformer; give another model"
-        )
+        raise TokenMergeError(f"{model!r} is a {pipeline} without a unet or transformer; give another model")
     config = _read_json(folder, f"{part}/config.json" if part else "config.json")
     if config is None:
         raise TokenMergeError(
@@ -160,8 +169,13 @@ def outline(model: str) -> Outline:
     vae = _read_json(folder, "vae/config.json") if index else None
     with torch.device("meta"):
         denoiser = _from_config(config, model)
-    pipeline = index.get("_class_name") if index else None
     return Outline(model, denoiser, *latent_scales(vae or {}), _defaults(folder), pipeline)
+
+
+def _pipeline(index: dict[str, Any]) -> str | None:
+    """The name of a pipeline's class. One with code beside the model is a list: a module, and a class in it."""
+    name = index.get("_class_name")
+    return ".".join(map(str, name)) if isinstance(name, list) else name
 
 
 def load_pipeline(

@@ -71,13 +71,7 @@ def name_of(model: str) -> str:
 
 def _check_drawing(studio: Studio) -> None:
     """Refuse models that draw no pictures, or whose steps nobody hears."""
-    model, pipeline = studio.outline.model, studio.outline.pipeline_class
-    if pipeline is None:
-        kind = studio.outline.pipeline or "bare denoiser"
-        raise TokenMergeError(
-            f"{model!r} is a {kind}, which is no pipeline of diffusers, and code beside a model does not run here; "
-            "give another model"
-        )
+    model, pipeline = studio.outline.model, studio.outline.drawing_class()
     if "num_frames" in inspect.signature(pipeline.__call__).parameters:
         raise TokenMergeError(f"{model!r} makes videos, and this page shows pictures; give another model")
     if not tells_steps(pipeline):

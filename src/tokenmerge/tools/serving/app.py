@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,10 +19,12 @@ from ray.serve.schema import ReplicaState
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ...errors import TokenMergeError
 from .batching import Drawn, Failed
 from .keys import is_known
 from .metrics import CONTENT_TYPE, Metrics
-from .processes import bind_replica
+from .processes import bind_replica, is_private, proxy_address
+from .proxy import HEALTH, away, refused
 from .requests import Job, Offer, Order, Refusal, read_order
 
 APPLICATION = "tokenmerge"
@@ -55,6 +56,8 @@ class Places:
         self._metrics = metrics
         self.taken = 0
         self.pace = 1.0  # seconds per picture, of the last batch
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
@@ -73,9 +76,17 @@ class Places:
         finally:
             self._change(-count)
 
+    async def emptied(self) -> None:
+        """Wait until all of them are free."""
+        await self._empty.wait()
+
     def _change(self, count: int) -> None:
         self.taken += count
         self._metrics.queue.set(self.taken)
+        if self.taken:
+            self._empty.clear()
+        else:
+            self._empty.set()
 
 
 class Front:
@@ -84,6 +95,8 @@ class Front:
     def __init__(self, workers: DeploymentHandle, terms: Terms) -> None:
         if terms.local:
             bind_replica()
+        elif not terms.digests:
+            _check_private(*proxy_address())
         # A config file of Ray may name it otherwise.
         self._application = serve.get_replica_context().app_name
         self._workers = workers
@@ -92,10 +105,11 @@ class Front:
         self._places = Places(terms.max_queue, self._metrics)
         self._created = int(time.time())
         self._health: tuple[float, Response] | None = None
+        self._ending = False
         self._routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/images/generations": ("POST", self._generate),
             "/v1/models": ("GET", self._models),
-            "/healthz": ("GET", self._healthz),
+            HEALTH: ("GET", self._healthz),
             "/metrics": ("GET", self._page),
         }
 
@@ -106,12 +120,17 @@ class Front:
             response = await self._answer(path, request)
             status = response.status_code
         except Refusal as refusal:
-            response = _refused(refusal)
+            response = refused(refusal)
             status = refusal.status
         finally:
             # Not what a client wrote: any number of paths would be any number of labels.
             self._metrics.requests.labels(path if path in self._routes else "other", str(status)).inc()
         return response
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for those that are being drawn."""
+        self._ending = True
+        await self._places.emptied()
 
     async def _answer(self, path: str, request: Request) -> Response:
         if path not in self._routes:
@@ -120,13 +139,15 @@ class Front:
         if request.method != method:
             raise Refusal(405, f"{path} takes {method}; send that")
         digests = self._terms.digests
-        if digests and path != "/healthz" and not is_known(request.headers.get("authorization"), digests):
+        if digests and path != HEALTH and not is_known(request.headers.get("authorization"), digests):
             raise Refusal(401, "the API key is missing or unknown; send it as 'Authorization: Bearer KEY'")
         return await answer(request)
 
     async def _generate(self, request: Request) -> Response:
         begun = time.perf_counter()
         order = read_order(await request.body(), self._terms.offer)
+        if self._ending:
+            raise away()
         with self._places.take(order.n):
             pictures = await self._drawn(order.jobs())
         self._metrics.seconds.observe(time.perf_counter() - begun)
@@ -174,6 +195,8 @@ class Front:
 
     async def _healthz(self, request: Request) -> Response:
         """Whether a replica is there to draw."""
+        if self._ending:
+            return JSONResponse({"status": "ending", "replicas": 0, "starting": 0}, 503)
         now = time.monotonic()
         if self._health is None or now - self._health[0] > _FRESH:
             try:
@@ -189,9 +212,20 @@ class Front:
         return Response(self._metrics.page(), media_type=CONTENT_TYPE)
 
 
+def _check_private(host: str, port: int) -> None:
+    """Whoever has put the application on a cluster may not know where that listens."""
+    if not is_private(host):
+        raise TokenMergeError(
+            f"the cluster serves at {host} port {port}, and without keys everybody there may draw; give keys, or start "
+            "Serve at 127.0.0.1"
+        )
+
+
 def _replicas(application: str) -> tuple[int, int]:
     """Workers that run, and others that are being started or stopped."""
-    states: dict[str, int] = serve.status().applications[application].deployments[WORKER].replica_states
+    found = serve.status().applications.get(application)
+    # Ray takes it away before its replicas.
+    states: dict[str, int] = found.deployments[WORKER].replica_states if found is not None else {}
     running = states.get(ReplicaState.RUNNING, 0)
     return running, sum(states.values()) - running
 
@@ -203,10 +237,3 @@ def _answered(order: Order, pictures: Sequence[bytes]) -> dict[str, Any]:
         for job, png in zip(order.jobs(), pictures, strict=True)
     ]
     return {"created": int(time.time()), "data": data}
-
-
-def _refused(refusal: Refusal) -> Response:
-    headers = {"Retry-After": str(refusal.retry_after)} if refusal.retry_after is not None else {}
-    if refusal.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(json.dumps(refusal.to_dict()), refusal.status, headers, "application/json")

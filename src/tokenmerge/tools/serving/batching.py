@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .requests import Job
 
@@ -16,8 +16,8 @@ class Report:
 
     size: int
     seconds: float
-    steps: Mapping[str, int] = field(default_factory=dict)  # by kind
-    psnr: float | None = None  # to the plain picture, as Hold estimates it for the worst of the batch
+    steps: Mapping[str, int]  # by kind
+    psnr: float | None  # to the plain picture, as Hold estimates it for the worst of the batch
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class Queue:
         self._most = most
         self._batched = batched
         self._waiting: deque[Waiting] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, waiting: Waiting) -> None:
         self._waiting.append(waiting)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import socket
 import time
 from typing import Any
 
 import psutil
 
 from ...errors import TokenMergeError
+from .proxy import CALLBACK
 
 # Ray's processes that nothing works without; Ray starts no others in their place.
 _VITAL = ("gcs_server", "raylet")
@@ -27,6 +29,10 @@ def prepare_ray() -> None:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray lets all other programs of the machine go first, and whoever is served waits.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    # Of two processes that died, Ray would tell the second time when all ends, as if the end had killed it.
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    # No argument of Ray's takes this.
+    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = CALLBACK
 
 
 def bind_replica() -> None:
@@ -45,20 +51,37 @@ def bind_replica() -> None:
     replica.add_port_to_grpc_server = add_port
 
 
-def check_listeners() -> None:
-    """Refuse to go on where this process, or one that it started, listens beyond loopback."""
-    here = psutil.Process()
+def check_listeners(host: str, port: int) -> None:
+    """Refuse to go on where this process, or one that it started, listens beyond loopback, but for what was asked."""
+    here, asked = psutil.Process(), {(address, port) for address in _addresses(host)}
     for process in (here, *here.children(recursive=True)):
         try:
             name, connections = process.name(), process.net_connections("inet")
         except psutil.NoSuchProcess:
             continue
         for each in connections:
-            if each.status == psutil.CONN_LISTEN and not is_loopback(each.laddr.ip):
+            if each.status == psutil.CONN_LISTEN and not (is_loopback(each.laddr.ip) or tuple(each.laddr) in asked):
                 raise TokenMergeError(
                     f"{name} listens on {each.laddr.ip} port {each.laddr.port}, not on loopback alone; "
                     "use ray 2.60, or --cluster for a cluster whose network you trust"
                 )
+
+
+def proxy_address() -> tuple[str, int]:
+    """Where Ray's HTTP proxies listen, as whoever started Serve has asked for."""
+    from ray.serve.context import _get_global_client
+
+    running = _get_global_client().http_config
+    return running.host, running.port
+
+
+def is_private(host: str) -> bool:
+    """Whether only this machine reaches a host by name or address; an `OSError` if nobody knows it."""
+    return all(map(is_loopback, _addresses(host)))
+
+
+def _addresses(host: str) -> set[str]:
+    return {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
 
 
 def is_loopback(address: str) -> bool:

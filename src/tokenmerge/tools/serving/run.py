@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..fields import check_counts, check_finite
 from ..loading import Outline, best_device, outline
 from ..speeds import BATCHED_SPEEDS, DEFAULT
 from .keys import read_keys
-from .processes import check_listeners, end_ray, is_loopback, prepare_ray, wait_while_alive
+from .processes import check_listeners, end_ray, is_private, prepare_ray, proxy_address, wait_while_alive
 from .requests import Limits, Offer
 from .sharing import may_share
 
@@ -30,6 +30,8 @@ from .sharing import may_share
 _AHEAD = 4
 # A busy machine may start Ray too slowly, and faster once its files have been read.
 _STARTS = 3
+# Seconds that pictures have left where somebody does not wait for them.
+_GRACE = 10
 # Pictures on their way; Ray would take a third of the memory.
 _STORE = 256 * 2**20
 
@@ -97,7 +99,8 @@ def run_server(serving: Serving) -> None:
 
 
 def offer_of(serving: Serving, model: Outline) -> Offer:
-    """What is served of a model."""
+    """What is served of a model that draws."""
+    model.drawing_class()
     width, height = model.own_size
     limits = serving.limits
     if max(width, height) > limits.side:
@@ -148,17 +151,27 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
     )
     terms = Terms(offer, digests, serving.max_queue, serving.timeout, serving.local)
     gpus = 1 if (serving.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda") else 0
+    # Ours ends when all is drawn (`_end`). A cluster may end replicas at any time, to have fewer of them.
+    ends: dict[str, Any] = {
+        "health_check_period_s": 2,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": _GRACE if serving.local else serving.timeout,
+    }
     worker = serve.deployment(
         name=WORKER,
         num_replicas=serving.replicas,
         ray_actor_options={"num_cpus": serving.threads, "num_gpus": gpus},
         max_ongoing_requests=_AHEAD * serving.max_batch,
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=10,
+        **ends,
     )(Worker)
-    # Light work, and one front alone knows how many places are taken.
+    # Light work, and one front alone knows how many places are taken. It starts, or never will.
     front = serve.deployment(
-        name="Front", num_replicas=1, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=100_000
+        name="Front",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=100_000,
+        max_constructor_retry_count=1,
+        **ends,
     )(Front)
     return front.bind(worker.bind(equipment), terms)
 
@@ -176,23 +189,48 @@ def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
 
     # Its own would have every address that is asked for.
     quiet = {"enable_access_log": False}
-    where = {"host": serving.host, "port": serving.port}
+    where: dict[str, Any] = {"host": serving.host, "port": serving.port}
+    if serving.local:
+        # The front keeps to its own, if there is one.
+        where["request_timeout_s"] = serving.timeout + _GRACE
     serve.start(proxy_location="HeadOnly", http_options=where, logging_config=quiet)
+    _check_proxy(serving)
+    front = None
     try:
-        serve.run(_bound(serving, offer, digests), name=APPLICATION, route_prefix="/", logging_config=quiet)
+        front = serve.run(_bound(serving, offer, digests), name=APPLICATION, route_prefix="/", logging_config=quiet)
         if serving.local:
-            check_listeners()
+            check_listeners(serving.host, serving.port)
         print(f"serving {offer.model} at http://{serving.host}:{serving.port}/v1; Ctrl-C ends it", flush=True)
         wait_while_alive()
     except KeyboardInterrupt:
-        # Requests that are being drawn are answered. Not all of Serve: a cluster may have applications of others.
-        serve.delete(APPLICATION)
+        _end(front, serving.timeout)
         raise
     except RuntimeError as error:
         serve.delete(APPLICATION)
         raise TokenMergeError(
             f"the replicas did not start ({first_line(error)}); start it again with --logs FOLDER, and look there"
         ) from error
+
+
+def _end(front: Any, timeout: float) -> None:
+    """Answer what is being drawn, and go. A second interrupt does not wait for that."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from .app import APPLICATION
+
+    try:
+        if front is not None:
+            print("ending when all that was accepted is drawn; Ctrl-C again does not wait for it", flush=True)
+            front.drain.remote().result(timeout_s=timeout + _GRACE)
+    except (RayError, RayServeException, TimeoutError):
+        # Who would answer is gone.
+        pass
+    finally:
+        # Not all of Serve: a cluster may have applications of others. It goes on by itself where this takes long.
+        with suppress(TimeoutError):
+            serve.delete(APPLICATION)
 
 
 @contextmanager
@@ -262,11 +300,21 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def _check_host(host: str, has_keys: bool) -> None:
     try:
-        addresses = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
+        private = is_private(host)
     except OSError as error:
         raise TokenMergeError(f"--host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0") from error
-    if not has_keys and not all(map(is_loopback, addresses)):
+    if not has_keys and not private:
         raise TokenMergeError(f"--host {host} lets everybody draw; give --keys FILE, or leave --host at 127.0.0.1")
+
+
+def _check_proxy(serving: Serving) -> None:
+    """Serve keeps the address that it was started with, whatever others ask for."""
+    host, port = proxy_address()
+    if (host, port) != (serving.host, serving.port):
+        raise TokenMergeError(
+            f"the cluster already serves at {host} port {port}, and {serving.host} port {serving.port} was asked for; "
+            f"use --host {host} --port {port}, or end what runs there with `serve shutdown`"
+        )
 
 
 def _check_replicas(serving: Serving) -> None:
