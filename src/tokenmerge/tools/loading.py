@@ -161,6 +161,9 @@ def outline(model: str) -> Outline:
     with torch.device("meta"):
         denoiser = _from_config(config, model)
     pipeline = index.get("_class_name") if index else None
+    if isinstance(pipeline, list):
+        # A file of code beside the model, and a class in it.
+        pipeline = ".".join(map(str, pipeline))
     return Outline(model, denoiser, *latent_scales(vae or {}), _defaults(folder), pipeline)
 
 
