@@ -47,6 +47,10 @@ def test_torch_is_the_only_requirement(wheel: Path) -> None:
 
 def test_versions_agree() -> None:
     version = tokenmerge.__version__
+    oldest = re.search(r'"diffusers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    for page in ("getting-started", "compatibility"):
+        told = re.findall(r"diffusers`? \(?([\d.]+) or newer", (ROOT / "docs" / f"{page}.md").read_text())
+        assert told == [oldest]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1] == version
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]

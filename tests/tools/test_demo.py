@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,11 +15,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gradio_client import Client
 from PIL import Image, ImageChops
@@ -39,6 +42,10 @@ from tokenmerge.tools.typed import read_typed
 pytestmark = pytest.mark.xdist_group("demo")
 
 MODEL = "tiny-sdxl"
+# A folder of the machine.
+OWN = "mine"
+WIDTHS = (1400, 1000, 800, 390)
+TABS = ["Compare", "Drift", "Merged", "Summary", "Python"]
 # What the endpoint takes, in its order.
 SMALL = {"prompt": "a rose", "technique": "balanced", "model": MODEL, "seed": 3, "steps": 4, "size": "64x64"}
 PATIENCE = 60
@@ -86,8 +93,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    models = Models([MODEL], device="cpu")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = save_sdxl(tmp_path_factory.mktemp("models") / OWN)
+    models = Models([MODEL, str(folder)], device="cpu")
     with served(models, "127.0.0.1", free_port()) as address:
         yield Site(address, models)
 
@@ -112,6 +120,20 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@dataclass(frozen=True)
+class Box:
+    """Where something is on a page, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def overlaps(self, other: Box) -> bool:
+        across = self.x < other.x + other.width and other.x < self.x + self.width
+        return across and self.y < other.y + other.height and other.y < self.y + self.height
+
+
 @dataclass
 class Visit:
     """A visitor's tab, and what went wrong in it."""
@@ -127,6 +149,17 @@ class Visit:
 
     def draw(self) -> None:
         self.page.click("#tm-draw")
+
+    def show(self, tab: str) -> None:
+        self.page.get_by_role("tab", name=tab, exact=True).click()
+
+    def box(self, selector: str) -> Box:
+        box = self.page.locator(selector).first.bounding_box()
+        assert box is not None, f"{selector} is not shown"
+        return Box(**box)
+
+    def color(self, selector: str) -> str:
+        return str(self.page.locator(selector).first.evaluate("each => getComputedStyle(each).backgroundColor"))
 
 
 @pytest.fixture
@@ -170,20 +203,20 @@ def test_a_picture_is_made_and_the_slider_moves(visit: Visit, site: Site) -> Non
     told = page.inner_text("#tm-figures")
     for word in ("plain", "balanced", "speed-up", "MSE", "PSNR"):
         assert word in told
+    estimate = page.inner_text("#tm-figures div:has(> dt:text-is('estimated PSNR')) dd")
+    assert re.fullmatch(r"\d+ dB", estimate)
     pictures = page.locator("#tm-slider img")
     expect(pictures).to_have_count(2)
     assert [picture.evaluate("image => image.naturalWidth") for picture in pictures.all()] == [64, 64]
-    handle = page.locator("#tm-slider [role=slider], #tm-slider .outer").first
-    before, box = handle.bounding_box(), page.locator("#tm-slider").bounding_box()
-    assert before is not None
-    assert box is not None
-    page.mouse.move(before["x"] + before["width"] / 2, before["y"] + before["height"] / 2)
+    handle = "#tm-slider [role=slider], #tm-slider .outer"
+    before, slider = visit.box(handle), visit.box("#tm-slider")
+    page.mouse.move(before.x + before.width / 2, before.y + before.height / 2)
     page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.2, before["y"] + before["height"] / 2, steps=5)
+    page.mouse.move(slider.x + slider.width * 0.2, before.y + before.height / 2, steps=5)
     page.mouse.up()
-    after = handle.bounding_box()
-    assert after is not None
-    assert after["x"] < before["x"] - 0.2 * box["width"]
+    assert visit.box(handle).x < before.x - 0.2 * slider.width
+    visit.show("Summary")
+    expect(page.locator("#tm-summary")).to_contain_text(f"Estimated PSNR to the plain image: {estimate}")
     assert site.is_free
 
 
@@ -195,7 +228,7 @@ def test_the_gallery_keeps_pictures_and_details_have_every_field(visit: Visit, s
     page.click("#tm-speed label:has-text('fastest')")
     page.click("#tm-details button")
     for kind in (Hold, Merge):
-        page.get_by_role("tab", name=kind.__name__, exact=True).click()
+        visit.show(kind.__name__)
         technique = getattr(SPEEDS["fastest"], kind.NAME) or kind()
         for name in fields_of(kind):
             box = page.locator(f"#tm-{kind.NAME}-{name}")
@@ -206,9 +239,13 @@ def test_the_gallery_keeps_pictures_and_details_have_every_field(visit: Visit, s
     expect(page.locator("#tm-speed input:checked")).to_have_count(0)
     visit.draw()
     expect(page.locator("#tm-gallery button img")).to_have_count(2)
-    page.get_by_role("tab", name="Merged", exact=True).click()
+    visit.show("Merged")
     expect(page.locator("#tm-merged img")).to_be_visible()
-    page.get_by_role("tab", name="Python", exact=True).click()
+    # As large as under the slider, though the picture has 64 pixels.
+    assert visit.box("#tm-merged img").width > 600
+    visit.show("Drift")
+    assert visit.box("#tm-drift img").width > 600
+    visit.show("Python")
     expect(page.locator("#tm-python .cm-content")).to_contain_text("Merge()")
     # The first picture again.
     page.locator("#tm-gallery button").nth(1).click()
@@ -239,15 +276,57 @@ def test_wrong_input_shows_a_sentence(visit: Visit) -> None:
     visit.draw()
     visit.page.wait_for_selector("#tm-figures dl")
     expect(visit.page.locator("[role=alert]")).to_have_count(0)
+    # Nor does the last picture look like the answer to what is wrong; it is kept in the gallery.
+    visit.fill(size="100x64")
+    visit.draw()
+    expect(visit.page.locator("[role=alert]")).to_have_count(1)
+    expect(visit.page.locator("#tm-figures dl")).to_have_count(0)
+    parts = {"Compare": "#tm-slider img", "Drift": "#tm-drift img", "Summary": "#tm-summary pre", "Python": ".cm-line"}
+    for tab, part in parts.items():
+        visit.show(tab)
+        expect(visit.page.locator(part)).to_have_count(0)
+    visit.page.locator("#tm-gallery button").first.click()
+    expect(visit.page.locator("[role=alert]")).to_have_count(0)
+    for tab, part in parts.items():
+        visit.show(tab)
+        expect(visit.page.locator(part).first).to_be_visible()
+
+
+def test_python_is_copied_as_it_runs_and_a_folder_is_drawn(
+    visit: Visit, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = visit.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#tm-model input")
+    page.get_by_role("option", name=OWN).click()
+    # What that model is made for.
+    expect(page.locator("#tm-steps input")).to_have_value("30")
+    visit.fill()
+    visit.draw()
+    page.wait_for_selector("#tm-figures dl")
+    shown = page.request.get(str(page.locator("#tm-slider img").nth(1).get_attribute("src"))).body()
+    visit.show("Python")
+    page.click("#tm-python button[aria-label=Copy]")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert OWN in copied
+    monkeypatch.chdir(tmp_path)
+    exec(copied, {})
+    drawn = Image.open(tmp_path / "picture.png")
+    assert drawn.size == (64, 64)
+    assert ImageChops.difference(drawn, Image.open(io.BytesIO(shown))).getbbox() is None
 
 
 def test_a_second_visitor_waits_until_the_first_stops(visit: Visit, other: Visit, site: Site) -> None:
+    for each in (visit, other):
+        each.page.set_viewport_size({"width": min(WIDTHS), "height": 850})
     visit.fill(steps=MOST_STEPS, size="256x256")
     visit.draw()
+    # They can be seen, as many as there are.
     visit.page.wait_for_selector("#tm-status .tm-cells i.tm-full")
     other.fill()
     other.draw()
     expect(other.page.locator("#tm-status")).to_contain_text("queue: 1/1")
+    assert not other.box("#tm-status .progress-text").overlaps(other.box("#tm-status .wrap svg"))
     # Who waits may leave the queue, and come again.
     other.page.click("#tm-stop")
     expect(other.page.locator("#tm-status")).to_contain_text("Stopped")
@@ -284,15 +363,39 @@ def assert_free_soon(site: Site) -> None:
     assert site.is_free
 
 
-def test_the_page_fits_a_narrow_screen(visit: Visit) -> None:
-    visit.page.set_viewport_size({"width": 400, "height": 850})
-    visit.fill()
+def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None:
+    page = visit.page
+    visit.fill(steps=12)
     visit.draw()
-    visit.page.wait_for_selector("#tm-figures dl")
-    assert visit.page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.wait_for_selector("#tm-figures dl")
+    figures, tabs = page.locator("#tm-figures dl > div"), page.locator("#tm-tabs [role=tab]")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 1000})
+        # Scripts that measure the page do so some time later.
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert tabs.all_inner_texts() == TABS
+        assert len({tab.bounding_box()["y"] for tab in tabs.all()}) == 1  # type: ignore[index]
+        cut = "each => each.scrollWidth > each.clientWidth"
+        assert not [
+            told.inner_text() for told in page.locator("#tm-figures dt, .tm-strip *").all() if told.evaluate(cut)
+        ]
+        rows = Counter(figure.bounding_box()["y"] for figure in figures.all())  # type: ignore[index]
+        assert rows.total() >= 7
+        # None is alone, but where two columns are too much.
+        assert width < 800 or min(rows.values()) > 1
+        assert width < max(WIDTHS) or len(rows) == 1
     # What is drawn follows the button.
-    tops = [visit.page.locator(name).bounding_box() for name in ("#tm-draw", "#tm-slider", "#tm-seed")]
-    assert [box["y"] for box in tops if box] == sorted(box["y"] for box in tops if box)
+    tops = [visit.box(name).y for name in ("#tm-draw", "#tm-slider", "#tm-seed")]
+    assert tops == sorted(tops)
+    colors = []
+    for theme in ("light", "dark"):
+        page.evaluate("theme => document.body.classList.toggle('dark', theme == 'dark')", theme)
+        colors.append(visit.color(".tm-cells .tm-full"))
+        for kind in ("full", "held"):
+            assert visit.color(f".tm-legend .tm-{kind}") == visit.color(f".tm-cells .tm-{kind}")
+    # Full steps are lighter in the dark.
+    assert colors[0] != colors[1]
 
 
 def test_the_endpoint_draws_and_its_python_runs_as_pasted(
@@ -408,6 +511,10 @@ def test_the_command_serves_until_it_is_interrupted_and_asks_nobody() -> None:
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             address = process.stdout.readline().split()[2]
+            # Nobody else is let in, unless that is asked for.
+            assert address.startswith("http://127.0.0.1:")
+            listening = psutil.Process(process.pid).net_connections("inet")
+            assert {each.laddr.ip for each in listening if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
             with urllib.request.urlopen(f"{address}config", timeout=PATIENCE) as answer:
                 assert "tokenmerge" in answer.read().decode()
             process.send_signal(signal.SIGINT)
@@ -440,6 +547,7 @@ def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: P
     weights.rename(weights.with_suffix(".bin"))
     with pytest.raises(TokenMergeError, match="cannot be loaded"):
         Models([str(folder)], device="cpu").load("mine")
+    weights.with_suffix(".bin").rename(weights)
     index = json.loads((folder / "model_index.json").read_text())
     refused: list[tuple[Any, str]] = [
         ("MyPipeline", "is a MyPipeline, which is no pipeline of diffusers"),
@@ -451,6 +559,13 @@ def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: P
         (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": name}))
         with pytest.raises(TokenMergeError, match=words):
             Models([str(folder)], device="cpu")
+    ran = tmp_path / "ran"
+    for place in (folder, folder / "scheduler"):
+        (place / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Mine:\n    from_pretrained = print\n")
+    (folder / "model_index.json").write_text(json.dumps({**index, "scheduler": ["evil", "Mine"]}))
+    with pytest.raises(TokenMergeError, match=r"cannot be loaded \(.*custom code in evil.py"):
+        Models([str(folder)], device="cpu").load("mine")
+    assert not ran.exists()
 
 
 def test_one_model_is_in_memory_at_a_time_and_two_of_a_name_are_refused(tmp_path: Path) -> None:

@@ -88,16 +88,15 @@ def _strip(name: str, side: Side, steps: int) -> str:
     cells = "".join(f'<i class="tm-{kind}"></i>' for kind in side.kinds) + "<i></i>" * (steps - count)
     time = f"{side.seconds:.1f} s" if side.seconds else ""
     return (
-        f'<div class="tm-strip{" tm-done" if side.done else ""}"><b>{escape(name)}</b>'
-        f'<span class="tm-cells" role="progressbar" aria-label="{escape(name, quote=True)}" aria-valuemin="0" '
-        f'aria-valuenow="{count}" aria-valuemax="{steps}">{cells}</span>'
-        f"<span class='tm-count'>{count} / {steps}</span><span class='tm-time'>{time}</span></div>"
+        f'<div class="tm-strip"><b>{escape(name)}</b>'
+        f'<span class="tm-cells" style="--tm-steps: {steps}" role="progressbar" '
+        f'aria-label="{escape(name, quote=True)}" aria-valuemin="0" aria-valuenow="{count}" aria-valuemax="{steps}">'
+        f'{cells}</span><span class="tm-count">{count}/{steps}</span><span class="tm-time">{time}</span></div>'
     )
 
 
 def _cell(title: str, value: str, meaning: str) -> str:
-    wide = ' class="tm-wide"' if len(value) > 12 else ""
-    return f'<div{wide} title="{escape(meaning, quote=True)}"><dt>{escape(title)}</dt><dd>{escape(value)}</dd></div>'
+    return f'<div title="{escape(meaning, quote=True)}"><dt>{escape(title)}</dt><dd>{escape(value)}</dd></div>'
 
 
 def _name(label: str) -> str:

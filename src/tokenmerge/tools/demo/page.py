@@ -25,11 +25,12 @@ _PATIENCE = 10
 _QUEUE = "model"
 # In the browser, without asking the server.
 _NONE_CHOSEN = "() => null"
+_NOTHING = "() => Array({count}).fill(null)"
 
 
 def build(easel: Easel) -> gr.Blocks:
     """The page, and the endpoint beside it."""
-    with gr.Blocks(title="tokenmerge", analytics_enabled=False, delete_cache=(_HOUR, _HOUR)) as page:
+    with gr.Blocks(title="tokenmerge", analytics_enabled=False, delete_cache=(_HOUR, _HOUR), fill_width=True) as page:
         gr.HTML(looks.HEADER)
         with gr.Row(equal_height=False, elem_classes="tm-main"):
             with gr.Column(scale=4, min_width=330, elem_classes="tm-left"):
@@ -105,8 +106,12 @@ class Visitor:
 def _connect(visitor: Visitor) -> None:
     """Say what answers which control."""
     controls, views, visit = visitor.controls, visitor.views, visitor.visit
+    asked = [controls.draw.click, controls.prompt.submit]
+    # The last picture would look like the answer, even if there is none because something is wrong.
+    nothing = _NOTHING.format(count=len(views.of_a_pair))
+    gr.on(asked, None, None, views.of_a_pair, js=nothing, api_visibility="private")
     drawing = gr.on(
-        [controls.draw.click, controls.prompt.submit],
+        asked,
         visitor.draws,
         {*controls.inputs, visit},
         [*views.all, visit],

@@ -30,6 +30,11 @@ class Views:
     def all(self) -> list[Any]:
         return [getattr(self, item.name) for item in fields(self)]
 
+    @property
+    def of_a_pair(self) -> list[Any]:
+        """Those that show one pair."""
+        return [each for each in self.all if each not in (self.status, self.gallery)]
+
     def show(self, pair: Pair) -> dict[Any, Any]:
         """A pair in all of them but the gallery."""
         return {
@@ -61,7 +66,8 @@ def make_views() -> Views:
         "interactive": False,
         "buttons": ["download", "fullscreen"],
     }
-    with gr.Tabs(elem_id="tm-tabs"):
+    # None behind a menu, where nobody would look for Python.
+    with gr.Tabs(elem_id="tm-tabs", overflow_behavior="wrap"):
         with gr.Tab("Compare"):
             sides = gr.HTML(padding=False)
             slider = gr.ImageSlider(elem_id="tm-slider", max_height=620, **picture)
