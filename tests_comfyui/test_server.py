@@ -301,9 +301,12 @@ def test_samplers_that_add_noise(server: Server, plain: Any, kind: str, sampler:
     assert torch.equal(Drawn(server, LOADERS[kind], **sampling).latent, first.latent)
 
 
-@pytest.mark.parametrize("kind", ["chroma", "sd3", "wan", "qwen"])
-def test_every_transformer_holds_under_noise(server: Server, plain: Any, kind: str) -> None:
-    sampling = {"sampler_name": "euler_ancestral"}
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [*((kind, "euler_ancestral") for kind in ("chroma", "sd3", "wan", "qwen")), ("sdxl", "euler_ancestral_cfg_pp")],
+)
+def test_every_model_holds_under_noise(server: Server, plain: Any, kind: str, sampler: str) -> None:
+    sampling = {"sampler_name": sampler, "cfg": 1.2 if sampler.endswith("cfg_pp") else 4.0}
     held = Drawn(server, LOADERS[kind], hold(server, every=2), **sampling)
     assert held.acted("hold")
     fewer = plain(kind, **sampling, steps=held.steps["full"])
