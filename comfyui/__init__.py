@@ -1,8 +1,13 @@
 """Nodes for ComfyUI that apply tokenmerge: Hold and Merge."""
 
-from comfy_api.latest import ComfyExtension
+from .needs import check_needs
 
-from .nodes import NODES
+# Or an import below would fail in words of its own.
+check_needs()
+
+from comfy_api.latest import ComfyExtension  # noqa: E402
+
+from .nodes import NODES  # noqa: E402
 
 # Help pages of the nodes lie in its folder `docs`.
 WEB_DIRECTORY = "./web"

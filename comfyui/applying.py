@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.api import hosted, hosted_plan, way_out_of_noise
 from tokenmerge.config import Techniques
+from tokenmerge.families.base import Family
 from tokenmerge.planning import Plan
 from tokenmerge.planning.summary import told_steps
 from tokenmerge.runtime.sigmas import SigmaFollower
 
 from .families import family_of
 from .fields import joined
-from .samplers import noise_levels, sampler_name, try_sampler
+from .samplers import Trial, noise_levels, sampler_name, try_sampler
 
 KEY = "tokenmerge"
 
@@ -35,9 +36,8 @@ class Applied:
         denoiser = plain_module(model.diffusion_model)
         family = family_of(denoiser)
         trial = try_sampler(sampler, guider, sigmas, extra_args)
-        plan = hosted_plan(denoiser, family, self.techniques, lambda: trial.noisy)
-        if trial.noisy and way_out_of_noise(family, plan):
-            raise TokenMergeError(_noisy(sampler_name(sampler), plan))
+        plan = hosted_plan(denoiser, family, self.techniques, lambda: trial.noisy, lambda: not trial.reads_guidance)
+        check_sampler(sampler_name(sampler), trial, family, plan)
         follower = SigmaFollower(noise_levels(trial.sigmas, model.model_sampling), trial.gain)
         with hosted(denoiser, family, plan, follower) as told:
             self._runs.append((follower, model.model_sampling))
@@ -51,12 +51,12 @@ class Applied:
         return samples
 
     def evaluate(self, executor: Any, x: Tensor, sigma: Tensor, *args: Any, **more: Any):
-        """Around an evaluation of the model, which may take several calls of it."""
-        if self._runs:
-            follower, sampling = self._runs[-1]
-            (level,) = noise_levels([float(sigma.flatten()[0])], sampling)
-            follower.evaluate(level)
-        return executor(x, sigma, *args, **more)
+        """Around an evaluation of the model, which may take several calls of it; it gives the clean picture, guided."""
+        if not self._runs:
+            return executor(x, sigma, *args, **more)
+        follower, sampling = self._runs[-1]
+        (level,) = noise_levels([float(sigma.flatten()[0])], sampling)
+        return follower.evaluate(level, x, lambda: executor(x, sigma, *args, **more))
 
 
 def applied_to(model: Any) -> Techniques:
@@ -89,10 +89,21 @@ def plain_module(module: Any) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def _noisy(sampler: str, plan: Plan) -> str:
-    stages = any(run.stages for run in plan.runs)
-    way = "set what to blocks or auto" if stages else "use the Merge node"
-    return (
-        f"the sampler {sampler} adds noise at its steps; held steps would leave it in the picture: take a sampler that "
-        f"adds none, such as euler or dpmpp_2m, or {way}"
-    )
+def check_sampler(name: str, trial: Trial, family: Family, plan: Plan) -> None:
+    """Refuse a sampler under which what is held would spoil the picture."""
+    adds_noise = "adds noise at its steps; held steps would leave it in the picture"
+    reads_guidance = "reads the two parts that guidance is made of, which a held prediction does not tell apart"
+    leaves_noise = trial.noisy and bool(way_out_of_noise(family, plan))
+    if trial.reads_guidance and any(run.whole for run in plan.runs):
+        fact = reads_guidance
+        # Where auto would hold something else.
+        ways = ["set what to auto"] if family.stages is not None or not trial.noisy else []
+    elif leaves_noise and trial.reads_guidance and family.stages is None:
+        fact, ways = f"{adds_noise}, and it {reads_guidance}", []
+    elif leaves_noise:
+        fact, ways = adds_noise, ["set what to auto"]
+    else:
+        return
+    other = "euler_ancestral" if trial.noisy and trial.reads_guidance else "euler or dpmpp_2m"
+    ways += [f"take another, such as {other}", "use the Merge node"]
+    raise TokenMergeError(f"the sampler {name} {fact}: {', '.join(ways[:-1])}, or {ways[-1]}")

@@ -11,8 +11,6 @@ from tokenmerge.config import HELD, LARGEST_SEED, TOLERANCE, Techniques
 # The preset that suits a model's family.
 AUTO = "auto"
 _UNSET = " (0: the usual)"
-# Predictions are held between a scheduler of diffusers and its model.
-_HELD = tuple(what for what in HELD if what != "prediction")
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ HOLD = (
     _setting(Hold, "every", "int", 0, " (0: by the tolerance)", most=50, step=1),
     _setting(Hold, "start", "float", 0.0, _UNSET),
     _setting(Hold, "stop", "float", 1.0, least=0.01),
-    _setting(Hold, "what", "combo", "auto", options=_HELD),
+    _setting(Hold, "what", "combo", "auto", options=HELD),
 )
 
 

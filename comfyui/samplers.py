@@ -28,6 +28,7 @@ class Trial:
     sigmas: list[float]  # of every evaluation
     noisy: bool = False
     gain: float = 1.0  # by which it magnifies errors of the model
+    reads_guidance: bool = False  # whether it looks at what guidance is made of
 
 
 class _Model:
@@ -37,6 +38,7 @@ class _Model:
         self.inner_model = guider
         self.sigmas: list[float] = []
         self.given: list[Tensor] = []
+        self.reads_guidance = False
         self._known = known  # functions of others that are called after guidance, which are not of the sampler
         self._shifted = shifted
         self._shift = shift
@@ -53,6 +55,7 @@ class _Model:
         }
         for function in options.get(_POST, [])[self._known :]:
             denoised = function(told)
+            self.reads_guidance = True
         return denoised
 
 
@@ -78,7 +81,8 @@ def try_sampler(sampler: Any, guider: Any, sigmas: Tensor, extra: dict[str, Any]
     except _UNFIT as error:
         logging.debug("tokenmerge: %s cannot be tried (%s)", sampler_name(sampler), error)
         return Trial(told[:-1].tolist())
-    return Trial(plain.sigmas, noisy, 1.0 if noisy else _gain(plain, shifted, len(told) // 2))
+    gain = 1.0 if noisy else _gain(plain, shifted, len(told) // 2)
+    return Trial(plain.sigmas, noisy, gain, plain.reads_guidance)
 
 
 def _gain(plain: _Model, shifted: _Model, number: int) -> float:

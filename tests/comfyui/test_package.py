@@ -6,18 +6,21 @@ import ast
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.config import Techniques
+from tokenmerge.config import HELD, Techniques
 
-PACKAGE = Path(__file__).parents[2] / "comfyui"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "comfyui"
 WORKFLOWS = sorted((PACKAGE / "example_workflows").glob("*.json"))
 # Of ComfyUI itself: names of inputs that are links, and how many widgets the page shows.
 STOCK = {
@@ -34,9 +37,9 @@ STOCK = {
 }
 
 
-def _loaded() -> ModuleType:
-    """The one module that imports nothing of ComfyUI."""
-    spec = importlib.util.spec_from_file_location("comfyui_fields", PACKAGE / "fields.py")
+def _loaded(name: str) -> ModuleType:
+    """A module that imports nothing of ComfyUI."""
+    spec = importlib.util.spec_from_file_location(f"comfyui_{name}", PACKAGE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,7 +48,22 @@ def _loaded() -> ModuleType:
     return module
 
 
-fields = _loaded()
+def _package() -> ModuleType:
+    """The whole package, as ComfyUI imports it."""
+    spec = importlib.util.spec_from_file_location("comfyui_nodes", PACKAGE / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for name in [name for name in sys.modules if name.startswith(spec.name)]:
+            del sys.modules[name]
+    return module
+
+
+fields, needs = _loaded("fields"), _loaded("needs")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
@@ -60,10 +78,49 @@ def test_metadata_is_what_the_registry_wants() -> None:
     assert project["license"] == {"text": "Apache-2.0"}
     assert comfy["PublisherId"]
     assert comfy["DisplayName"]
-    assert "Icon" in comfy
-    # A torch that is there is never replaced: the library's lower bound is the only one.
-    required = (PACKAGE / "requirements.txt").read_text(encoding="utf-8").split()
-    assert required == project["dependencies"] == [f"tokenmerge>={tokenmerge.__version__}"]
+    # Nothing is empty: what is not known yet is left out.
+    assert all(value for table in (project["urls"], comfy) for value in table.values())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_no_installer_replaces_torch() -> None:
+    """It would, for a requirement that leads to a newer one."""
+    import tomllib
+
+    required = (PACKAGE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in required if not line.startswith("#")]
+    assert tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"] == []
+    library = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert library["dependencies"] == [f"torch>={'.'.join(map(str, needs.LEAST_TORCH))}"]
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.6.0+cu124", "2.6.0a0+git123"])
+def test_a_torch_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Before anything else is imported: here there is no ComfyUI, which would be the next to be missing."""
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ImportError, match=rf"torch {re.escape(version)} is older than 2\.7.*update torch as ComfyUI's"):
+        _package()
+
+
+@pytest.mark.parametrize("version", ["2.7.0", "2.7.0a0+git123", "2.13.0+cpu", "3.0.1", "unknown"])
+def test_any_other_torch_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(ModuleNotFoundError, match="comfy_api"):
+        _package()
+
+
+def test_a_library_that_is_missing_is_told() -> None:
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:] = [{str(ROOT)!r}, *(each for each in sys.path if not (Path(each) / "tokenmerge").is_dir())]
+import comfyui
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    told = ended.stderr.splitlines()[-1]
+    assert told.startswith("ImportError: the library tokenmerge is not installed")
+    assert f'-m pip install --no-deps "{ROOT}", and start' in told
 
 
 def test_nothing_is_imported_but_torch_comfyui_and_the_library() -> None:
@@ -125,6 +182,7 @@ def test_widgets_of_hold() -> None:
     assert fields.hold_of(**usual) == Hold()
     assert fields.hold_of(**{**usual, "every": 3}) == Hold(every=3)
     assert fields.hold_of(**{**usual, "start": 0.3, "what": "blocks"}) == Hold(start=0.3, what="blocks")
+    assert {fields.hold_of(**{**usual, "what": what}).what for what in fields.HOLD[-1].options} == set(HELD)
     with pytest.raises(TokenMergeError, match="0 <= start < stop"):
         fields.hold_of(**{**usual, "start": 0.9, "stop": 0.5})
 

@@ -58,8 +58,14 @@ def test_versions_agree() -> None:
 
 
 def test_the_workflow_runs_the_two_commands_of_readme() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    job = jobs.pop("run")
     commands = job["strategy"]["matrix"]["command"]
     readme = (ROOT / "README.md").read_text()
     assert commands == re.findall(r"^make (\w+)", readme, flags=re.MULTILINE)
     assert job["steps"][-1]["run"] == "make ${{ matrix.command }}"
+    # Every other job is a target that there is, on the same kind of machine.
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {name: other["steps"][-1]["run"] for name, other in jobs.items()} == {"comfyui": "make test-comfyui"}
+    assert "test-comfyui" in targets
+    assert all(other["env"] == job["env"] for other in jobs.values())

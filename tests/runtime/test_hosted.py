@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from tokenmerge.families import family_of
 from tokenmerge.planning import Summary
 from tokenmerge.runtime.levels import even_levels
 from tokenmerge.runtime.sigmas import SigmaFollower
+from tokenmerge.runtime.state import APPLIED
 
 STEPS = 8
 # Which conditions each call of a step has.
@@ -31,9 +34,9 @@ def model() -> Any:
 
 
 def driven(
-    model: Any, technique: Hold | Merge | None, orders: Sequence[Any]
+    model: Any, technique: Hold | Merge | tuple[Merge, Hold] | None, orders: Sequence[Any]
 ) -> tuple[list[dict[str, Tensor]], Summary | None]:
-    """What every condition gives at every step; orders: of calls, step by step."""
+    """What every condition gives at every step, and guidance to the first; orders: of calls, step by step."""
     family = family_of(model)
     asked: list[tuple[str, ...]] = []
     table = replace(family, read=lambda *call: family.read(*call)._replace(conditions=asked[-1]))
@@ -52,15 +55,22 @@ def driven(
     def steps() -> list[dict[str, Tensor]]:
         outputs = []
         for step, calls in enumerate(orders):
-            follower.evaluate(levels[step])
-            # Of a condition that comes twice the first time counts.
-            found = [call(conditions, step) for conditions in calls]
-            outputs.append({name: each for one in reversed(found) for name, each in one.items()})
+            found: dict[str, Tensor] = {}
+
+            def run(calls: Any = calls, step: int = step, found: dict[str, Tensor] = found) -> Tensor:
+                # Of a condition that comes twice the first time counts.
+                for each in reversed([call(conditions, step) for conditions in calls]):
+                    found.update(each)
+                return torch.stack([3.0 * found["a"] - 2.0 * found.get("b", found["a"])])
+
+            picture = follower.evaluate(levels[step], torch.zeros(1, *example["hidden_states"].shape[1:]), run)
+            outputs.append({**found, "picture": picture})
         return outputs
 
     if technique is None:
         return steps(), None
-    plan = hosted_plan(model, table, Techniques.of(technique), lambda: False)
+    techniques = technique if isinstance(technique, tuple) else (technique,)
+    plan = hosted_plan(model, table, Techniques.of(*techniques), lambda: False)
     with hosted(model, table, plan, follower) as told:
         return steps(), told()
 
@@ -104,10 +114,89 @@ def test_a_condition_that_comes_late_runs_until_it_is_known(model: Any) -> None:
     assert told.steps["held"] >= 2
 
 
+PREDICTION = Hold(every=2, start=0.0, what="prediction")
+
+
+def test_a_held_prediction_asks_the_model_nothing(model: Any) -> None:
+    """It lies on the line through the last two that guidance gave, or is the last where the slope did not come true."""
+    plain, _ = driven(model, None, [JOINED] * STEPS)
+    held, told = driven(model, PREDICTION, [JOINED] * STEPS)
+    assert told is not None
+    asked = ["a" in each for each in held]
+    assert told.steps == {"full": asked.count(True), "held": asked.count(False)} == {"full": 4, "held": 4}
+    roots = [level**0.5 for level in even_levels(STEPS)]
+    full: list[int] = []
+    moved = 0
+    for number, each in enumerate(held):
+        if asked[number]:
+            full.append(number)
+            # Samples here do not depend on what was held before.
+            assert torch.equal(each["picture"], plain[number]["picture"])
+            continue
+        last = held[full[-1]]["picture"]
+        line = last
+        if len(full) > 1:
+            slope = (last - held[full[-2]]["picture"]) / (roots[full[-1]] - roots[full[-2]])
+            line = last + slope * (roots[number] - roots[full[-1]])
+        moved += not torch.equal(each["picture"], last)
+        assert torch.equal(each["picture"], last) or torch.allclose(each["picture"], line, atol=1e-4)
+    assert moved
+
+
+def test_predictions_are_held_however_a_host_joins_conditions(model: Any) -> None:
+    joined, told = driven(model, PREDICTION, [JOINED] * STEPS)
+    assert told is not None
+    for orders in ([SPLIT] * STEPS, [JOINED, SPLIT, TURNED] * 2 + [JOINED, TURNED], [SPLIT, JOINED] * (STEPS // 2)):
+        outputs, mine = driven(model, PREDICTION, orders)
+        assert mine is not None
+        assert mine.steps == told.steps
+        pictures, others = ([{"picture": each["picture"]} for each in both] for both in (outputs, joined))
+        check_same(pictures, others)
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_steps_that_run_run_merged_beside_a_held_prediction(model: Any, renews: bool) -> None:
+    """And no slope is taken across a map that was made anew."""
+    every = 1 if renews else STEPS
+    merge = Merge(ratio=0.5, regions="tile:2x2", destinations_every=every, weights_every=every)
+    both, told = driven(model, (merge, PREDICTION), [JOINED] * STEPS)
+    assert told is not None
+    assert told.steps == {"merged": 4, "held": 4}
+    held = [number for number, each in enumerate(both) if "a" not in each]
+    stays = [torch.equal(both[number]["picture"], both[number - 1]["picture"]) for number in held]
+    assert all(stays) == renews
+
+
+@pytest.mark.parametrize("technique", [HOLD, PREDICTION], ids=["blocks", "prediction"])
+def test_what_is_held_is_freed_with_the_picture(model: Any, technique: Hold) -> None:
+    """And not when the garbage collector comes: memory is short on a GPU."""
+    follower = SigmaFollower(even_levels(STEPS))
+    plan = hosted_plan(model, family_of(model), Techniques.of(technique), lambda: False)
+    gc.collect()
+    gc.disable()
+    try:
+        with hosted(model, family_of(model), plan, follower):
+            state = weakref.ref(vars(model)[APPLIED].state)
+            follower.evaluate(1.0, torch.zeros(1, 1), lambda: torch.zeros(1, 1))
+            assert state() is not None
+        assert state() is None
+    finally:
+        gc.enable()
+
+
+def test_auto_holds_predictions_under_noise_where_the_host_gives_them(model: Any) -> None:
+    family = family_of(model)
+    for noisy, predicts, what in ((True, True, "prediction"), (True, False, "blocks"), (False, True, "blocks")):
+        plan = hosted_plan(model, family, Techniques.of(Hold()), lambda n=noisy: n, lambda p=predicts: p)
+        assert plan.techniques.hold is not None
+        assert plan.techniques.hold.what == what
+
+
 def test_the_model_is_left_as_it_was(model: Any) -> None:
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     first, _ = driven(model, None, [JOINED] * 2)
     driven(model, HOLD, [JOINED] * STEPS)
+    driven(model, PREDICTION, [JOINED] * STEPS)
     driven(model, Merge(), [SPLIT] * 2)
     again, _ = driven(model, None, [JOINED] * 2)
     assert all(torch.equal(one["a"], other["a"]) for one, other in zip(first, again, strict=True))
@@ -121,7 +210,7 @@ def test_a_solver_may_choose_its_own_steps() -> None:
     follower = SigmaFollower([4.0, 2.0, 1.0])
     places = []
     for level in (4.0, 3.0, 1.5, 1.0):
-        follower.evaluate(level)
+        follower.evaluate(level, torch.zeros(1, 1), lambda: torch.zeros(1, 1))
         places.append(follower.clock.place())
     assert [place.number for place in places] == [0, 1, 2, 3]
     assert follower.clock.total == 4

@@ -52,6 +52,25 @@ _UNET = {
     **{"use_spatial_transformer": True, "use_linear_in_transformer": False, "adm_in_channels": None},
     **{"use_temporal_attention": False},
 }
+# As in SDXL: no attention in the first level, several blocks in the next, and sizes beside the pooled text.
+_SDXL = {
+    **_UNET,
+    **{"transformer_depth": [0, 2], "transformer_depth_output": [0, 0, 2, 2], "transformer_depth_middle": 2},
+    **{"use_linear_in_transformer": True, "num_classes": "sequential", "adm_in_channels": 64 + 6 * 256},
+}
+_CHROMA = {
+    **{"image_model": "chroma", "in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 128},
+    **{"mlp_ratio": 4.0, "num_heads": 4, "depth": 2, "depth_single_blocks": 3, "axes_dim": [8, 12, 12]},
+    **{
+        "theta": 10000,
+        "patch_size": 2,
+        "qkv_bias": True,
+        "in_dim": 64,
+        "out_dim": 128,
+        "hidden_dim": 96,
+        "n_layers": 2,
+    },
+}
 _SD3 = {
     **{"input_size": None, "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 3, "num_patches": 256},
     **{"pos_embed_max_size": 16, "pos_embed_scaling_factor": None, "adm_in_channels": 64, "qkv_bias": True},
@@ -69,6 +88,8 @@ _AURA = {"cond_seq_dim": 64, "n_layers": 1, "n_double_layers": 1, "dim": 64, "n_
 # By name: ComfyUI's class of config, the config, and the shape of a latent of 128 pixels.
 _RANDOM = {
     "unet": (comfy.supported_models.SD15, _UNET, (4, 16, 16)),
+    "sdxl": (comfy.supported_models.SDXL, _SDXL, (4, 16, 16)),
+    "chroma": (comfy.supported_models.Chroma, _CHROMA, (16, 16, 16)),
     "sd3": (comfy.supported_models.SD3, _SD3, (16, 16, 16)),
     "wan": (comfy.supported_models.WAN21_T2V, _WAN, (16, 3, 16, 16)),
     "qwen": (comfy.supported_models.QwenImage, _QWEN, (16, 1, 16, 16)),
@@ -188,6 +209,30 @@ class TestSplit(io.ComfyNode):
         return io.NodeOutput(model)
 
 
+class TestCalls(io.ComfyNode):
+    """Writes to the log when the model is called, and when guidance has been applied."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        inputs = [io.Model.Input("model")]
+        return io.Schema(node_id="TestCalls", category="test", inputs=inputs, outputs=[io.Model.Output()])
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        def called(apply: Any, given: dict[str, Any]) -> Tensor:
+            logging.info("test: called")
+            return apply(given["input"], given["timestep"], **given["c"])
+
+        def guided(given: dict[str, Any]) -> Tensor:
+            logging.info("test: guided")
+            return given["denoised"]
+
+        model = model.clone()
+        model.set_model_unet_function_wrapper(called)
+        model.set_model_sampler_post_cfg_function(guided)
+        return io.NodeOutput(model)
+
+
 class TestClock(io.ComfyNode):
     """Writes to the log how long a sampler ran. It counts what nodes after it do."""
 
@@ -241,7 +286,7 @@ class TestControlNet(io.ComfyNode):
 
 class Extension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestFlux, TestRandom, TestSplit, TestClock, TestControlNet]
+        return [TestFlux, TestRandom, TestSplit, TestCalls, TestClock, TestControlNet]
 
 
 async def comfy_entrypoint() -> Extension:

@@ -31,7 +31,8 @@ class Predicting(Holding):
         # The picture, and what else an output has in its channels.
         self._run = self.add_run(Run(2))
         self._form: Form | None = None
-        self._first: list[DenoiserCall] = []  # the step's first call
+        self._first: list[DenoiserCall] = []  # the step's first call, or what a host told of all of them
+        self._told = False  # whether a host did
         self._step_act = RUN
         self._restart = False
         self._turn: Hashable = ()
@@ -42,6 +43,9 @@ class Predicting(Holding):
         self._form = form_of(scheduler)
         if self._form is None:
             raise not_predicted(scheduler)
+
+    def begin(self, form: Form, whole: DenoiserCall) -> None:
+        self._form, self._first, self._told = form, [whole], True
 
     def enter(self, call: DenoiserCall, step: Step) -> None:
         self._turn = call.size, self._clock.call
@@ -57,7 +61,8 @@ class Predicting(Holding):
         self.act = RUN
 
     def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
-        if self._clock.call == 0:
+        # A host may share a step out among other calls than those of the step before.
+        if self._clock.call == 0 and not self._told:
             self._first = [call]
         return [(0, each) for each in self._first]
 

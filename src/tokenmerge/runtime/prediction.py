@@ -9,11 +9,12 @@ the noise that was there at first. None may be left in the end.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..families.calls import DenoiserCall
 from .levels import sample_levels
 from .noise import tried
 
@@ -67,6 +68,23 @@ class Form(NamedTuple):
         if self.kind == "sample":
             return Mix(0.0, 1.0)
         return Mix(1.0, -self.scale * level * signal)
+
+
+# Of a host that is given clean pictures.
+PICTURES = Form("exploding", "sample")
+
+
+class Predictor(Protocol):
+    """Keeps what full steps give to a scheduler, and gives it that of held ones."""
+
+    def follow(self, scheduler: Any) -> None:
+        """See how samples of a scheduler are made; raises where that cannot be told."""
+
+    def begin(self, form: Form, whole: DenoiserCall) -> None:
+        """A host that tells of whole steps begins one: the form of its outputs, and what stands for all its calls."""
+
+    def step(self, output: Tensor, sample: Tensor, level: float) -> Tensor:
+        """The output to step with."""
 
 
 def form_of(scheduler: Any) -> Form | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,11 @@ from .clock import MAX_CALLS, Clock
 from .levels import error_gain, noise_levels, output_length, sample_levels
 from .listening import listen
 from .noise import adds_noise
+from .prediction import Predictor
 from .timeline import Timeline
 
 # Of a scheduler's step: how much noise it adds, where it adds none by itself.
 _NOISE_ARGUMENTS = ("eta", "s_churn")
-
-
-class Predictor(Protocol):
-    """Keeps what full steps give to a scheduler, and gives it that of held ones."""
-
-    def follow(self, scheduler: Any) -> None:
-        """See how samples of a scheduler are made; raises where that cannot be told."""
-
-    def step(self, output: Tensor, sample: Tensor, level: float) -> Tensor:
-        """The output to step with."""
 
 
 class Follower:

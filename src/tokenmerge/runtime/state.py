@@ -140,6 +140,16 @@ class State(Uncopied):
             self.holding.enter(call, self.step)
         self._begun = clock.image
 
+    def leaves_out(self, call: DenoiserCall) -> bool:
+        """At the start of a step of a host that may leave out all of its calls: whether it does. `call` stands for all
+        of them, and is the only one of a step that is left out."""
+        kept = self.holding.known(call) if self.holding is not None else None
+        if self.timeline.step(self.follower.clock.place(), kept).kind != HELD:
+            return False
+        self.enter(call)
+        self.leave()
+        return True
+
     def _numbered(self, conditions: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
         """Conditions, and how often each has come in this step: guidance may ask for one again, with other layers."""
         if self.follower.clock.call == 0:
