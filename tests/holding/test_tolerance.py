@@ -22,9 +22,9 @@ import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.holding.errors import Errors, Measured, Reading
-from tokenmerge.runtime.levels import place_at
+from tokenmerge.runtime.levels import even_levels, place_at
 from tokenmerge.runtime.state import APPLIED
-from tokenmerge.runtime.timeline import Kept
+from tokenmerge.runtime.timeline import Kept, Timeline
 
 KINDS = ("sdxl", "sd3", "flux")
 
@@ -169,6 +169,25 @@ def test_nonsense_runs_the_second_step_after_in_full_and_is_told(nonsense: float
     clean, _ = steps_of(pipe, steps=12)
     assert clean.isfinite().all(), "nothing of it is left in the next picture"
     assert "not finite" not in str(tokenmerge.summary(pipe))
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf])
+@pytest.mark.parametrize("hold", [Hold(tolerance=10.0, start=0.0), Hold(every=8, start=0.0)], ids=str)
+@pytest.mark.parametrize(("before", "last"), [(2, 22), (22, 24)], ids=["from afar", "at one place"])
+def test_nonsense_is_told_where_an_error_says_nothing_of_bends(
+    hold: Hold, before: int, last: int, nonsense: float
+) -> None:
+    """Two full steps far apart give no line, and a step at the place of the last one has no distance, so that no finite error would count."""
+    place = partial(place_at, total=50, levels=even_levels(50))
+    errors = Errors()
+    errors.measured.append(Measured(place(8), Kept(place(6), place(4)), [Reading(torch.tensor(0.01))]))
+    errors.measured.append(Measured(place(24), Kept(place(last), place(before)), [Reading(torch.tensor(0.5))]))
+    timeline = Timeline(None, hold)
+    assert errors.bend(25) == errors.bend(9), "the last one that told anything"
+    assert timeline.step(place(25), Kept(place(24), place(22), errors.bend(25))).kind == "held"
+    errors.measured[-1].calls[:] = [Reading(torch.tensor(nonsense))]
+    assert timeline.step(place(25), Kept(place(24), place(22), errors.bend(25))).kind == "full"
+    assert errors.nonsense == 1
 
 
 @pytest.mark.parametrize("what", ["blocks", "prediction"])

@@ -50,7 +50,10 @@ class Kept(NamedTuple):
 
 
 def bend_of(error: float, now: Place, kept: Kept) -> float | None:
-    """How much residuals bend, from the error of extrapolating them to a step."""
+    """How much residuals bend, from the error of extrapolating them to a step; NaN where that is not finite."""
+    # Nonsense is told wherever it came from: a bend that was found before must not stand for it.
+    if not math.isfinite(error):
+        return math.nan
     if kept.before is None:
         return None
     far, apart = abs(now.at - kept.last.at), abs(kept.last.at - kept.before.at)
