@@ -83,7 +83,7 @@ def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
         return {}
 
     tiny.draw(pipe, steps=8, callback_on_step_end=keep)
-    measured = errors_of(pipe)[0]
+    measured = next(each for each in errors_of(pipe) if each.kept.before is not None)
     kept = measured.kept
     numbers = (kept.before.number, kept.last.number, measured.now.number)
     before, last, now = (residuals[number] for number in numbers)
@@ -108,11 +108,58 @@ def test_drift_is_what_held_steps_were_off_by() -> None:
     assert errors.drift(place) == pytest.approx(expected), "nothing was held there"
 
 
+def test_drift_of_steps_that_no_bend_was_found_for() -> None:
+    """It goes by the error before, or else by the next; of one residual, held without a slope, by the distance."""
+    levels = [16.0, 9.0, 4.0, 1.0, 0.25]
+    place, calls = partial(place_at, total=5, levels=levels), [Reading(torch.tensor(3.0))]
+    errors = Errors()
+    errors.measured.append(Measured(place(2), Kept(place(0)), calls))
+    assert errors.drift(place) == pytest.approx(3.0 * (1 / 2) * place(1).weight)
+    # Two full steps that are far apart tell nothing of bends.
+    levels = [100.0, 4.0, 3.0, 2.5, 2.0, 1.5]
+    place = partial(place_at, total=6, levels=levels)
+    silent = Measured(place(3), Kept(place(1), place(0)), [Reading(torch.tensor(0.5))])
+    told = Measured(place(5), Kept(place(3), place(1)), calls)
+    assert silent.bend is None
+    expected = math.hypot(
+        Kept(place(1), place(0), told.bend).drift_to(place(2)) or 0.0,
+        Kept(place(3), place(1), told.bend).drift_to(place(4)) or 0.0,
+    )
+    errors.measured[:] = [silent, told]
+    assert errors.drift(place) == pytest.approx(expected)
+    errors.measured[:] = [silent]
+    assert errors.drift(place) is None, "it cannot be told"
+
+
+GUIDED = {
+    "true_cfg_scale": 3.0,
+    "negative_prompt_embeds": tiny.noise(1, 5, tiny.TEXT_WIDTH, seed=9),
+    "negative_pooled_prompt_embeds": tiny.noise(1, tiny.POOLED_WIDTH, seed=8),
+}
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [Hold(every=4, stop=0.6), Hold(every=2, start=0.0), Hold(tolerance=0.5, stop=0.9)],
+    ids=str,
+)
+@pytest.mark.parametrize(("kind", "call"), [("sdxl", {}), ("flux", GUIDED)], ids=["one call", "two calls"])
+def test_every_held_step_has_an_error(kind: str, call: dict[str, Any], hold: Hold) -> None:
+    """Also the last ones before the window ends, and those that were held without a slope."""
+    pipe = tokenmerge.apply(tiny.build(kind), hold)
+    _, kinds = steps_of(pipe, steps=24, **call)
+    kinds = kinds[:: len(kinds) // 24]
+    held = {number for number, kind in enumerate(kinds) if kind == "held"}
+    assert held
+    between = [range(each.kept.last.number + 1, each.now.number) for each in errors_of(pipe)]
+    assert held == {number for numbers in between for number in numbers}
+    assert {len(each.calls) for each in errors_of(pipe)} == {2 if call else 1}
+    assert tokenmerge.summary(pipe).drift is not None
+
+
 def test_all_calls_of_a_step_do_the_same() -> None:
-    guided = {"true_cfg_scale": 3.0, "negative_prompt_embeds": tiny.noise(1, 5, tiny.TEXT_WIDTH, seed=9)}
-    guided["negative_pooled_prompt_embeds"] = tiny.noise(1, tiny.POOLED_WIDTH, seed=8)
     pipe = tokenmerge.apply(tiny.build("flux"), Hold(tolerance=0.5, start=0.0))
-    _, kinds = steps_of(pipe, steps=12, **guided)
+    _, kinds = steps_of(pipe, steps=12, **GUIDED)
     assert kinds[::2] == kinds[1::2]
     assert "held" in kinds
     assert all(len(measured.calls) == 2 for measured in errors_of(pipe))
@@ -177,7 +224,8 @@ def test_nonsense_runs_the_second_step_after_in_full_and_is_told(nonsense: float
 def test_nonsense_is_told_where_an_error_says_nothing_of_bends(
     hold: Hold, before: int, last: int, nonsense: float
 ) -> None:
-    """Two full steps far apart give no line, and a step at the place of the last one has no distance, so that no finite error would count."""
+    """Two full steps far apart give no line, and a step at the place of the last has no distance: errors that are
+    finite would not count there."""
     place = partial(place_at, total=50, levels=even_levels(50))
     errors = Errors()
     errors.measured.append(Measured(place(8), Kept(place(6), place(4)), [Reading(torch.tensor(0.01))]))

@@ -64,8 +64,10 @@ def test_what_every_step_is(merge: Merge | None, hold: Hold | None, total: int, 
         runs = MERGED if inside(merge, number, total) else FULL
         assert step.kind in ((runs, HELD) if inside(hold, number, total) else (runs,))
         assert bool(step.maps) == (step.kind == MERGED)
-        # Every step that runs is kept until Hold's window ends.
-        assert step.keeps == (hold is not None and not is_over(hold, number, total) and step.kind != HELD)
+        # Every step that runs is kept until Hold's window ends, and one after steps that were held to its end.
+        shows = number > 0 and steps[number - 1].kind == HELD
+        kept = hold is not None and (shows or not is_over(hold, number, total))
+        assert step.keeps == (kept and step.kind != HELD)
     assert steps[-1].kind != HELD, "the last step shows"
 
 
@@ -84,7 +86,8 @@ def test_neither_technique_moves_the_steps_of_the_other(merge: Merge, hold: Hold
 @given(hold=holds, total=totals)
 def test_kept_steps_lie_closer_at_first_and_at_the_end(hold: Hold, total: int) -> None:
     steps = Timeline(None, hold).steps(total)
-    kept = [number for number, step in enumerate(steps) if step.keeps]
+    # The one after the window comes when that ends.
+    kept = [number for number, step in enumerate(steps) if step.keeps and not is_over(hold, number, total)]
     # A residual is there before anything is held.
     assert kept[:1] == [0] * (not is_over(hold, 0, total))
     distances = {later: later - earlier for earlier, later in pairwise(kept) if later < 0.8 * total}

@@ -83,7 +83,9 @@ class Summary:
             lines.append(str(self.drift))
         if self.nonsense:
             found = counted(self.nonsense, "error")
-            lines.append(f"Hold: {found} of the last image not finite (overflow?); the second step after each ran in full.")
+            lines.append(
+                f"Hold: {found} of the last image not finite (overflow?); the second step after each ran in full."
+            )
         if self.groups:
             rows = [[str(group[column]) for column in _COLUMNS] for group in self.groups]
             lines += ["", table(list(_COLUMNS), rows)]

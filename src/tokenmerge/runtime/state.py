@@ -164,7 +164,8 @@ class State(Uncopied):
         may_hold = bool(call.conditions) or clock.call < MAX_CALLS
         if kept is not None and kept.last.number == self._held_from and may_hold:
             return Step(HELD)
-        return self.timeline.step(clock.place(), None, may_hold=may_hold)
+        step = self.timeline.step(clock.place(), None, may_hold=may_hold)
+        return step._replace(keeps=step.keeps or (self.step.keeps and may_hold))
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""

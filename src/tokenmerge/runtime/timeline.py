@@ -96,7 +96,8 @@ class Timeline:
             return Step(runs)
         (start, stop), cleared = hold.window, now.cleared or 0.0
         if cleared >= stop and stop < 1.0:
-            return Step(runs)
+            # The first step after the window shows how far off the last ones that were held have been.
+            return Step(runs, keeps=kept is not None and bool(kept.held))
         # What comes before the window is kept all the same: it shows slopes and errors. Nothing comes after the last
         # step that would mend its errors.
         if cleared < start or now.last or kept is None or not _may_be_held(hold, now, kept):
@@ -130,7 +131,8 @@ class Timeline:
             if step.keeps:
                 kept = Kept(now, kept.last if kept else None, USUAL_BEND if number >= _FIRST_KNOWN else None)
             elif kept is not None:
-                kept = kept._replace(held=(*kept.held, now))
+                # Nothing is known after a step that ran and was not kept.
+                kept = kept._replace(held=(*kept.held, now)) if step.kind == HELD else None
             found.append(step)
         return found
 
