@@ -132,7 +132,7 @@ def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         if drift := estimate(record):
-            guess = Drift.of(drift, "", "").psnr
+            guess = Drift.of(drift, calibrated=True).psnr
             by_model.setdefault(record["model"], []).append((record["setting"], guess, record["psnr"]))
     levels = {model: float(np.median([psnr - guess for _, guess, psnr in rows])) for model, rows in by_model.items()}
     for model, rows in by_model.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.holding.errors import Errors, Measured, Reading
+from tokenmerge.planning.drift import was_compared
 from tokenmerge.runtime.levels import even_levels, place_at
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.runtime.timeline import Kept, Timeline
@@ -305,6 +307,13 @@ def mse(one: np.ndarray, other: np.ndarray) -> float:
     return float(((one - other) ** 2).mean())
 
 
+@pytest.fixture(scope="module")
+def weights(trained: Any) -> dict[str, Any]:
+    """Denoisers of the bundled models."""
+    folder = tokenmerge_models.models()["tiny-flux"] / "transformer"
+    return {"tiny-flux": diffusers.FluxTransformer2DModel.from_pretrained(folder), "tiny-sdxl": trained.unet}
+
+
 SCHEDULES = {
     "euler with karras": (diffusers.EulerDiscreteScheduler, {"use_karras_sigmas": True}),
     "dpm++ with karras": (diffusers.DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
@@ -356,24 +365,63 @@ def test_a_callback_reads_how_far_a_picture_has_drifted_so_far() -> None:
     assert torch.equal(picture, unread)
 
 
-@pytest.mark.parametrize(
-    ("kind", "what", "scheduler", "calibrated"),
-    [
-        ("sdxl", "auto", None, True),
-        ("flux", "auto", None, True),
-        ("sd3", "auto", None, False),
-        ("sdxl", "blocks", None, False),
-        ("sdxl", "auto", diffusers.EulerAncestralDiscreteScheduler, False),
-        ("flux", "prediction", None, False),
-    ],
-)
-def test_a_drift_that_was_never_compared_says_so(kind: str, what: str, scheduler: Any, calibrated: bool) -> None:
-    pipe = tiny.build(kind, **({"scheduler": scheduler()} if scheduler else {}))
-    tokenmerge.apply(pipe, Hold(every=2, start=0.0, what=what))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drift_that_was_never_compared_says_so(kind: str) -> None:
+    pipe = tokenmerge.apply(tiny.build(kind), Hold(every=2, start=0.0))
     assert tokenmerge.summary(pipe).drift is None
     tiny.draw(pipe, steps=10)
-    assert tokenmerge.summary(pipe).drift.calibrated == calibrated
-    assert ("uncalibrated" in str(tokenmerge.summary(pipe))) != calibrated
+    assert not tokenmerge.summary(pipe).drift.calibrated
+    assert "uncalibrated" in str(tokenmerge.summary(pipe))
+
+
+FLOW = diffusers.FlowMatchEulerDiscreteScheduler
+UNIPC = partial(diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True)
+KARRAS = partial(diffusers.DPMSolverMultistepScheduler, use_karras_sigmas=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "what", "compared"),
+    [
+        ("tiny-flux", FLOW, "blocks", True),
+        ("tiny-flux", UNIPC, "blocks", True),
+        ("tiny-flux", FLOW, "prediction", False),
+        ("tiny-flux", partial(FLOW, use_beta_sigmas=True), "blocks", False),
+        ("tiny-flux", partial(UNIPC, solver_order=3), "blocks", False),
+        ("tiny-sdxl", diffusers.EulerDiscreteScheduler, "stages", True),
+        ("tiny-sdxl", KARRAS, "stages", True),
+        ("tiny-sdxl", diffusers.EulerDiscreteScheduler, "blocks", False),
+        ("tiny-sdxl", partial(diffusers.EulerDiscreteScheduler, use_karras_sigmas=True), "stages", False),
+        ("tiny-sdxl", diffusers.DPMSolverMultistepScheduler, "stages", False),
+        ("tiny-sdxl", diffusers.LMSDiscreteScheduler, "stages", False),
+        ("tiny-sdxl", diffusers.EulerAncestralDiscreteScheduler, "stages", False),
+        ("tiny-sdxl", lambda: None, "stages", False),
+    ],
+)
+def test_the_estimate_is_calibrated_for_what_was_compared(
+    name: str, scheduler: Any, what: str, compared: bool, weights: dict[str, Any]
+) -> None:
+    assert was_compared(weights[name], scheduler(), what) == compared
+
+
+@pytest.mark.parametrize("name", ["tiny-flux", "tiny-sdxl"])
+def test_other_weights_are_not_those_that_were_compared(name: str, weights: dict[str, Any]) -> None:
+    """The bundled ones are, also in another type. Those of one config need not be."""
+    scheduler, what = (FLOW(), "blocks") if name == "tiny-flux" else (KARRAS(), "stages")
+    denoiser = weights[name]
+    assert was_compared(copy.deepcopy(denoiser).bfloat16(), scheduler, what)
+    assert not was_compared(type(denoiser).from_config(denoiser.config), scheduler, what)
+    with torch.device("meta"):
+        assert not was_compared(type(denoiser).from_config(denoiser.config), scheduler, what)
+    assert not was_compared(torch.nn.Linear(2, 2), scheduler, what)
+
+
+def test_it_goes_by_the_scheduler_of_the_last_image(pipe: Any) -> None:
+    tokenmerge.apply(pipe, Hold(every=2))
+    other = diffusers.LMSDiscreteScheduler.from_config(pipe.scheduler.config)
+    for scheduler, compared in ((pipe.scheduler, True), (other, False)):
+        pipe.scheduler = scheduler
+        draw(pipe, 10)
+        assert tokenmerge.summary(pipe).drift.calibrated == compared
 
 
 def test_no_drift_is_told_where_merge_acts_too() -> None:

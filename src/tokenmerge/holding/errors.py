@@ -88,7 +88,7 @@ class Errors:
             if held:
                 drifts.append(each.drift(held, usual))
         known = [drift for drift in drifts if drift is not None]
-        return math.hypot(*known) if known and len(known) == len(drifts) else None
+        return math.hypot(*known) or None if len(known) == len(drifts) else None
 
     @property
     def nonsense(self) -> int:

@@ -16,6 +16,7 @@ class SigmaFollower:
     """Keeps the clock of one picture. The host calls `evaluate` before the denoiser calls of an evaluation."""
 
     waits = False
+    scheduler = None
 
     def __init__(self, levels: Sequence[float], gain: float = 1.0) -> None:
         """levels: of noise to signal, of every evaluation to come. gain: by which the solver magnifies errors."""

@@ -25,6 +25,10 @@ class Host(Protocol):
     clock: Clock
 
     @property
+    def scheduler(self) -> Any:
+        """The scheduler of diffusers that drives the denoiser; None where there is none."""
+
+    @property
     def waits(self) -> bool:
         """Whether calls wait for the device anyway."""
 
