@@ -30,6 +30,7 @@ from skimage.color import rgb2lab
 
 from saved import save_sdxl
 from tokenmerge import TokenMergeError
+from tokenmerge.planning.drift import UNCALIBRATED
 from tokenmerge.tools import files, measure
 from tokenmerge.tools.cli.main import main, parser
 from tokenmerge.tools.drawing.pictures import to_tensor
@@ -893,10 +894,26 @@ def test_what_hold_estimates_stands_beside_what_is_measured(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     told = [line["estimated_psnr"] for line in lines if line["label"] == techniques[0]]
     assert len(told) == 2
-    assert held.estimated == pytest.approx(sum(told) / 2)
+    assert held.estimated.psnr == pytest.approx(sum(told) / 2)
     assert plain.estimated is None
     assert whole.estimated is None, "nothing was held"
-    assert "| estimated PSNR |" in (tmp_path / "out" / "table.md").read_text()
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| estimated PSNR |" in table
+    # Random weights, which nobody has compared.
+    assert f"| ~{held.estimated.psnr:.0f} |" in table
+    assert UNCALIBRATED in table
+    (line,) = (line for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines() if "every=2" in line)
+    assert json.loads(line)["estimate_calibrated"] is False
+    with (tmp_path / "out" / "table.csv").open() as file:
+        assert [row["estimate_calibrated"] for row in csv.DictReader(file)] == ["", "False", ""]
+
+
+def test_a_figure_that_was_compared_has_no_mark(tmp_path: Path) -> None:
+    task = Task(model="tiny-flux", prompts=PROMPTS[:1], techniques=["hold:every=2"], device="cpu", repeats=0)
+    results = evaluate(replace(task, steps=8, size=(64, 64), metrics=("psnr",)), tmp_path / "out")
+    assert results is not None
+    assert results.rows[1].estimated.calibrated
+    assert UNCALIBRATED not in (tmp_path / "out" / "table.md").read_text()
 
 
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:

@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 # The PSNR of a drift of 1, and how far two thirds of the pictures lie from what is told (benchmarks/drift.py).
-_LEVEL, _SPREAD = 14.8, 3.0
+_LEVEL, SPREAD = 14.8, 3.0
 # What makes a solver another one, beside its class. Other schedules of one class were not compared.
 _TRAITS = ("solver_order", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_flow_sigmas")
+# What a figure with a mark means, where there is no room beside it.
+UNCALIBRATED = (
+    "~: the estimated PSNR is uncalibrated, as it was never compared with true ones for these weights under this "
+    "scheduler."
+)
 # Types that weights are kept in round the norm of one by less.
 _SAME = 2e-3
 
@@ -55,7 +60,12 @@ class Drift(NamedTuple):
 
     @classmethod
     def of(cls, drift: float, *, calibrated: bool) -> Drift:
-        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), _SPREAD, calibrated)
+        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), SPREAD, calibrated)
+
+    @property
+    def told(self) -> str:
+        """The figure alone, for tables; `UNCALIBRATED` says what its mark means."""
+        return f"{self.psnr:.0f}" if self.calibrated else f"~{self.psnr:.0f}"
 
     def __str__(self) -> str:
         told = f"Estimated PSNR to the plain image: {self.psnr:.0f} dB"

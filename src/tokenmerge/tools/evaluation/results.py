@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from ...planning.drift import SPREAD, Drift
 from ..files import finite
 from ..quality.metrics import METRICS, Choice, Metric
 from ..quality.statistics import Estimate, estimate
@@ -16,6 +17,8 @@ from .yardstick import best_distance, fine_metrics, fine_name
 
 # The PSNR to the plain picture that Hold's own errors tell, in all files.
 ESTIMATED = "estimated_psnr"
+# Whether that was compared with true ones.
+CALIBRATED = "estimate_calibrated"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Row:
     timing: dict[str, Any] | None
     kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
     operations: float | None = None  # of the denoiser in a picture, where they could be counted
-    estimated: float | None = None  # the PSNR to the plain pictures that Hold's own errors tell
+    estimated: Drift | None = None  # what Hold's own errors tell of its pictures: the mean
 
     @property
     def seconds(self) -> float | None:
@@ -46,7 +49,8 @@ class Row:
             "timing": self.timing,
             "kinds": self.kinds,
             "operations": self.operations,
-            ESTIMATED: self.estimated,
+            ESTIMATED: None if self.estimated is None else self.estimated.psnr,
+            CALIBRATED: None if self.estimated is None else self.estimated.calibrated,
         }
 
 
@@ -162,7 +166,10 @@ def _row(
         fmean(each[name] for each in work) if all(name in each for each in work) else None
         for name in ("operations", ESTIMATED)
     )
-    return Row(configuration, estimates, timing, kinds, operations, estimated)
+    # Pictures of before that was kept do not say.
+    calibrated = all(each.get(CALIBRATED, False) for each in work)
+    drift = None if estimated is None else Drift(estimated, SPREAD, calibrated)
+    return Row(configuration, estimates, timing, kinds, operations, drift)
 
 
 def _work(folder: Folder, configuration: Configuration, sample: Sample) -> dict[str, Any]:

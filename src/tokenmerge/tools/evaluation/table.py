@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 
+from ...planning.drift import UNCALIBRATED
 from ...planning.tables import counted, table
 from ..compiling import warm_ups
 from ..drawing.comparison import saves_nothing
 from ..quality.metrics import BY_NAME, Metric
 from ..quality.statistics import Estimate
-from .results import ESTIMATED, Results
+from .results import CALIBRATED, ESTIMATED, Results
 
 # By what --compile came to.
 _COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
@@ -97,6 +98,8 @@ def _circumstances(results: Results) -> list[str]:
         )
     if any(row.estimated for row in results.rows):
         lines.append("The estimated PSNR is what Hold tells of its own errors, without the plain pictures.")
+    if any(row.estimated and not row.estimated.calibrated for row in results.rows):
+        lines.append(UNCALIBRATED)
     if results.distance:
         lines.append(
             f"The second yardstick is the plain picture with {results.reference_steps} steps. The plain picture's own "
@@ -133,7 +136,7 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
         line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
         line += [_percent(results.shares(row).get(results.distance))] if results.distance else []
-        rows.append(line + ([f"{row.estimated:.1f}" if row.estimated else ""] if estimated else []))
+        rows.append(line + ([row.estimated.told if row.estimated else ""] if estimated else []))
     return header, rows
 
 
@@ -153,12 +156,13 @@ def comma_separated(results: Results) -> str:
     times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
     distances = list(dict.fromkeys(name for row in results.rows for name in results.shares(row)))
     shares = [f"{name}_share" for name in distances]
-    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", ESTIMATED, *names, *shares])
+    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", ESTIMATED, CALIBRATED, *names, *shares])
     for row in results.rows:
         timing = row.timing or {}
         line = [row.configuration.label, row.seconds, results.speed_up(row)]
         line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
-        line += [results.work(row), row.estimated]
+        told = row.estimated
+        line += [results.work(row), *((told.psnr, told.calibrated) if told else (None, None))]
         for metric in results.metrics:
             value = row.estimates.get(metric.name)
             line += [value.mean, value.interval] if value else [None, None]
