@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -914,6 +915,25 @@ def test_a_figure_that_was_compared_has_no_mark(tmp_path: Path) -> None:
     assert results is not None
     assert results.rows[1].estimated.calibrated
     assert UNCALIBRATED not in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_the_worst_pictures_stand_beside_the_mean(tmp_path: Path) -> None:
+    model, out = str(save_sdxl(tmp_path / "sdxl")), tmp_path / "out"
+    given = {"model": model, "prompts": PROMPTS, "techniques": ["hold:every=3,start=0"], "device": "cpu", "steps": 6}
+    results = evaluate(Task(**given, size=(64, 64), metrics=("mse", "psnr"), repeats=0), out)
+    assert results is not None
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    errors = [line["mse"] for line in lines if line["label"] != "none"]
+    held = results.to_dict()["results"][1]["worst"]
+    assert held["mse"] == {"one_in_twenty": max(errors), "worst": max(errors)}
+    assert held["psnr"]["worst"] == pytest.approx(10 * math.log10(255**2 / max(errors)))
+    assert held["mse"]["worst"] > results.rows[1].estimates["mse"].mean
+    header, _, plain, row = (line.split(" | ") for line in (out / "table.md").read_text().splitlines()[:4])
+    column = header.index("MSE of the worst")
+    assert row[column] == f"{max(errors):.1f}, {max(errors):.1f}"
+    assert not plain[column]
+    with (out / "table.csv").open() as file:
+        assert [row["mse_worst"] for row in csv.DictReader(file)] == ["", str(max(errors))]
 
 
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:
