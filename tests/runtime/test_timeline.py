@@ -111,6 +111,22 @@ def test_which_steps_are_kept(every: int, total: int, start: float, kept: list[i
     assert [number for number, step in enumerate(steps) if step.keeps] == kept
 
 
+@pytest.mark.parametrize("last", [2, 5, 8, 9, 10, 20])
+def test_a_tolerance_rises_over_the_first_third(last: int) -> None:
+    """By hand: what is held at once by just so much, and not by a little less."""
+    place = places(30)
+    kept = Kept(place[last], place[last - 1], bend=0.5)
+    drift = kept.drift_to(place[last + 1])
+    assert drift is not None
+    just = drift / min((last + 1) / 10, 1.0)
+    for share, kind in ((1.01, HELD), (0.99, FULL)):
+        assert Timeline(None, Hold(tolerance=share * just)).step(place[last + 1], kept).kind == kind
+    # Of a loop whose length is not known, no step is in the first third.
+    unknown = [each._replace(share=None) for each in place]
+    kept = Kept(unknown[last], unknown[last - 1], bend=0.5)
+    assert Timeline(None, Hold(tolerance=1.01 * drift)).step(unknown[last + 1], kept).kind == HELD
+
+
 def test_where_the_length_is_not_known_kept_steps_are_evenly_far() -> None:
     timeline, kept, found = Timeline(None, Hold(every=5, start=0.0)), None, []
     for number in range(20):

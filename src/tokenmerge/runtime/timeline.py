@@ -16,6 +16,9 @@ DUE, ONCE, ALWAYS = "due", "once", "always"
 # Residuals bend again where a picture ends, which errors before do not tell: from this share of the steps on, at most
 # this share of them, and always two, may be held in a row.
 _END, _IN_A_ROW = 0.8, 0.07
+# Errors of the first steps grow along the rest of a picture. Up to this share of the steps the tolerance rises to its
+# whole; without that, more steps would drift more, since holding would begin earlier in the picture.
+_RISES = 1 / 3
 # Distances, in those that were extrapolated over, from which on two points give no line.
 _TOO_FAR = 4.0
 # How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
@@ -152,7 +155,15 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     if hold.every is not None:
         return distance < _distance(hold.every, hold, kept.last)
     drift = kept.drift_to(now)
-    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance
+    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance * _risen(now, kept.last)
+
+
+def _risen(now: Place, last: Place) -> float:
+    """The share of a tolerance that holds after a kept step."""
+    if not now.share:
+        return 1.0
+    total = now.number / now.share
+    return min((last.number + 1) / total / _RISES, 1.0)
 
 
 def _distance(every: int, hold: Hold, kept: Place) -> int:
