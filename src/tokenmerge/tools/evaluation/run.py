@@ -178,6 +178,7 @@ class Evaluation:
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
             "steps": request.steps,
+            "scheduler": self.task.scheduler,
             "reference_steps": self._fine_steps,
             "guidance": request.guidance,
             "call": request.defaults.call,

@@ -50,9 +50,11 @@ def conditions(results: Results) -> str:
     """What the figures hold for."""
     settings = results.settings
     width, height = settings["size"]
+    scheduler = settings.get("scheduler")
     prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
     return (
-        f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}, {settings['dtype']}"
+        f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}"
+        f"{f' of {scheduler}' if scheduler else ''}, {settings['dtype']}"
         f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')} x {counted(seeds, 'seed')}; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
