@@ -96,7 +96,8 @@ def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
 
 
 def test_drift_is_what_held_steps_were_off_by() -> None:
-    """By hand: errors grow with the distances from the two full steps before, and as noise falls."""
+    """By hand: errors grow with the distances from the two full steps before, and as noise falls. What may be held next
+    goes by the worst call, and what is told of the picture by their mean, since guidance adds them up."""
     levels = [16.0, 9.0, 4.0, 1.0, 0.25]
     place, errors = partial(place_at, total=5, levels=levels), Errors()
     # Roots of the levels are 4, 3, 2, 1 and 0.5: a line through steps 0 and 1, an error at step 4.
@@ -104,8 +105,9 @@ def test_drift_is_what_held_steps_were_off_by() -> None:
     errors.measured.append(Measured(place(4), Kept(place(1), place(0)), calls))
     at_the_full_step, shares = 2.5 * 3.5 / 0.5, (1 * 2 / 2, 2 * 3 / 1)
     moves = [(math.sqrt(10) - math.sqrt(2)) / 2, (math.sqrt(5) - math.sqrt(1.25)) / 2]
-    expected = sum(3.0 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
+    expected = sum(2.0 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
     assert errors.drift(place) == pytest.approx(expected)
+    assert errors.bend(5) == pytest.approx(3.0 / at_the_full_step)
     errors.measured.append(Measured(place(4), Kept(place(3), place(2)), calls))
     assert errors.drift(place) == pytest.approx(expected), "nothing was held there"
 

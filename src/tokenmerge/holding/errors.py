@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -31,7 +32,13 @@ class Measured:
 
     @property
     def bend(self) -> float | None:
+        """By which is decided what may be held."""
         return bend_of(self.error, self.now, self.kept)
+
+    @property
+    def mean(self) -> float:
+        """Of the worst sample, over calls: guidance adds their outputs up, and the worst alone says too much."""
+        return fmean(call.value for call in self.calls)
 
     def drift(self, held: Sequence[Place], bend: float | None) -> float | None:
         """How far the picture drifted in the steps that were held since the last kept one, if it can be told. bend:
@@ -39,7 +46,7 @@ class Measured:
         if self.kept.before is None:
             # One residual was held, without a slope: it is off by as much more as a step lies further away.
             last, far = self.kept.last, abs(self.now.at - self.kept.last.at)
-            return sum(self.error * abs(place.at - last.at) / far * place.weight for place in held) if far else None
+            return sum(self.mean * abs(place.at - last.at) / far * place.weight for place in held) if far else None
         if bend is None:
             return None
         *before, last = held
@@ -78,7 +85,7 @@ class Errors:
         """How far the picture drifted, over what the model gives out; None where nothing was held, or what was held
         cannot be told of. Between kept steps errors add up; those of different ones have nothing in common. place: of a
         step, by its number."""
-        bends = [each.bend for each in self.measured]
+        bends = [bend_of(each.mean, each.now, each.kept) for each in self.measured]
         # Where an error tells nothing of bends, the one before it does; at first, the next.
         usual = next((bend for bend in bends if bend is not None), None)
         drifts = []
