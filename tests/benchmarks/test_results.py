@@ -100,8 +100,10 @@ def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
 def test_goals_are_of_the_configurations_that_are_listed() -> None:
     options = parser().parse_args(["eval", f"@{BENCHMARKS / 'goals.args'}"])
     rows = [row for row in read(RESULTS / "goals.jsonl") if row["techniques"]]
-    for model in ("tiny-flux", "tiny-sdxl"):
-        assert [row["label"] for row in rows if row["model"] == model] == options.techniques
+    runs = {(row["model"], row["steps"]) for row in rows}
+    assert {model for model, _ in runs} == {"tiny-flux", "tiny-sdxl"}
+    for run in runs:
+        assert [row["label"] for row in rows if (row["model"], row["steps"]) == run] == options.techniques
     for row in rows:
         assert (row["size"], row["prompts"]) == ([*options.size], options.number)
         # Held steps cost a little. By a tolerance each picture has steps of its own, and kinds are of one.
