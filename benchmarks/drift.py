@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,19 @@ def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[di
         levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
         record |= {"levels": levels, "gain": error_gain(pipe.scheduler), "length": output_length(pipe.scheduler)}
         psnr = round(10 * math.log10(255**2 / max(error, 1e-3)), 3)
-        records.append({**record, "kinds": kinds, "seen": list(map(seen, holding.errors.measured)), "psnr": psnr})
+        records.append({**record, "kinds": kinds, "seen": seen(holding.errors.measured), "psnr": psnr})
     pipe.scheduler = own
     return records
 
 
-def seen(measured: Measured) -> list[float]:
-    """A full step, the two before it, and the error of each call."""
-    before, last = measured.kept.before, measured.kept.last
-    assert before is not None
-    errors = [float(f"{call.value:.5g}") for call in measured.calls]
-    return [measured.now.number, last.number, before.number, *errors]
+def seen(measured: Sequence[Measured]) -> list[list[float]]:
+    """Full steps, each with the two before it, and the error of each call."""
+    return [
+        [each.now.number, last.number, before.number, *(float(f"{call.value:.5g}") for call in each.calls)]
+        for each in measured
+        for last, before in [each.kept[:2]]
+        if before is not None
+    ]
 
 
 def other_solver(model: str, own: Any) -> Any:
@@ -130,7 +132,7 @@ def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
     by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         if drift := estimate(record):
-            guess = Drift.of(drift, "", "").psnr
+            guess = Drift.of(drift, calibrated=True).psnr
             by_model.setdefault(record["model"], []).append((record["setting"], guess, record["psnr"]))
     levels = {model: float(np.median([psnr - guess for _, guess, psnr in rows])) for model, rows in by_model.items()}
     for model, rows in by_model.items():

@@ -11,7 +11,8 @@ named, which may have been timed otherwise; where the paper's figures of the sam
 an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
 (which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
 on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over), `drift` (how well Hold knows its drift), `noise` (what it drifts under
+(what residuals run straightest over), `drift` (how well Hold knows its drift), `goals` (what bounds
+Hold's speed, and its worst pictures), `noise` (what it drifts under
 schedulers that add noise) and `comfyui` (the nodes beside ComfyUI's own cache).
 """
 
@@ -289,6 +290,21 @@ def drift_table(names: list[str]) -> str:
     return markdown(["model", "pictures", *header], rows)
 
 
+def goals_table(names: list[str]) -> str:
+    """What Hold's goals are judged by: the work that bounds the speed-up, and drift, also of the worst pictures."""
+    rows = []
+    for record in read(names):
+        if not record["techniques"]:
+            continue
+        metrics, worst = record["metrics"], record["worst"]["lpips"]
+        figures = [f"{metrics['psnr']['mean']:.1f}", f"{metrics['mse']['mean']:.1f}", f"{metrics['lpips']['mean']:.4f}"]
+        bound = f"{1 / record['work']:.2f}x"
+        where = [f"`{record['model']}`", str(record["steps"]), f"`{record['label']}`"]
+        rows.append([*where, f"{100 * record['work']:.0f} %", bound, *figures, f"{worst['worst']:.4f}"])
+    header = ["model", "steps", "configuration", "work", "speed-up at most", "PSNR", "MSE", "LPIPS", "worst LPIPS"]
+    return markdown(header, rows)
+
+
 def comfyui_table(names: list[str]) -> str:
     return comfyui.table(read(names))
 
@@ -326,6 +342,7 @@ KINDS = {
     "serve": serve_table,
     "coordinates": coordinates_table,
     "drift": drift_table,
+    "goals": goals_table,
     "comfyui": comfyui_table,
     "noise": noise_table,
 }

@@ -36,7 +36,7 @@ ENGINE = ("merging", "holding", "runtime", "planning")
 TOLD_BY_FAMILIES = ("families.base", "families.calls")
 # Where heavy or optional packages may be imported at all.
 ALLOWED = {
-    "diffusers": ("families", "tools.loading", "tools.rivals"),
+    "diffusers": ("families", "tools.loading", "tools.rivals", "tools.solvers"),
     "cache_dit": ("tools.rivals",),
     "DeepCache": ("tools.rivals",),
     "accelerate": ("tools.evaluation", "tools.healing"),

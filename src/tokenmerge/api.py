@@ -28,6 +28,7 @@ from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
 from .merging.places import install_merging
 from .planning import Drift, Plan, Summary, make_plan
+from .planning.drift import was_compared
 from .planning.plan import timeline_of
 from .planning.tables import counted
 from .presets import resolve
@@ -233,18 +234,18 @@ def _summary(denoiser: nn.Module) -> Summary:
         held=_held(known.plan, known.installation),
         steps=dict(known.state.steps),
         nonsense=holding.errors.nonsense if holding is not None else 0,
-        drift=_drift(known),
+        drift=_drift(denoiser, known),
     )
 
 
-def _drift(known: _Applied) -> Drift | None:
+def _drift(denoiser: nn.Module, known: _Applied) -> Drift | None:
     """Of the last image; None where nothing was held, or nothing that was held had a measured error. What Merge changes
     no error of Hold tells."""
     hold = known.plan.techniques.hold
     drift = known.holding.drift if known.holding is not None and known.merging is None else None
     if hold is None or drift is None or not math.isfinite(drift):
         return None
-    return Drift.of(drift, known.plan.family, hold.what)
+    return Drift.of(drift, calibrated=was_compared(denoiser, known.state.follower.scheduler, hold.what))
 
 
 def _held(plan_: Plan, installation: Installation) -> str:

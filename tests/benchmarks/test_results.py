@@ -97,6 +97,20 @@ def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
         assert {row["label"] for row in read(path)} <= labels
 
 
+def test_goals_are_of_the_configurations_that_are_listed() -> None:
+    options = parser().parse_args(["eval", f"@{BENCHMARKS / 'goals.args'}"])
+    rows = [row for row in read(RESULTS / "goals.jsonl") if row["techniques"]]
+    runs = {(row["model"], row["steps"]) for row in rows}
+    assert {model for model, _ in runs} == {"tiny-flux", "tiny-sdxl"}
+    for run in runs:
+        assert [row["label"] for row in rows if (row["model"], row["steps"]) == run] == options.techniques
+    for row in rows:
+        assert (row["size"], row["prompts"]) == ([*options.size], options.number)
+        # Held steps cost a little. By a tolerance each picture has steps of its own, and kinds are of one.
+        assert "every" not in row["label"] or row["kinds"]["full"] / row["steps"] < row["work"] < 0.6
+        assert row["worst"]["lpips"]["worst"] >= row["metrics"]["lpips"]["mean"]
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a script, which must end well, in this process, which has imported everything already."""

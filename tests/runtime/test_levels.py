@@ -83,9 +83,15 @@ def test_a_picture_goes_its_way_once() -> None:
     assert ways[0] == pytest.approx(ways[1], rel=0.1)
 
 
-def test_solvers_of_second_order_magnify_errors() -> None:
+def test_solvers_of_higher_order_magnify_errors() -> None:
+    """By the newest coefficient of Adams and Bashforth, which LMS has over even steps."""
     solver = diffusers.DPMSolverMultistepScheduler
-    assert [error_gain(solver(solver_order=order)) for order in (1, 2, 3)] == [1.0, 1.5, 1.5]
+    assert [error_gain(solver(solver_order=order)) for order in (1, 2, 3)] == [1.0, 1.5, 23 / 12]
+    lms = diffusers.LMSDiscreteScheduler()
+    # Those of a scheduler are areas under polynomials, here over even steps of -1.
+    lms.sigmas = torch.arange(8, 0, -1.0)
+    assert -lms.get_lms_coefficient(4, 5, 0) == pytest.approx(error_gain(lms))
+    assert error_gain(diffusers.PNDMScheduler()) == error_gain(diffusers.IPNDMScheduler()) == error_gain(lms) == 55 / 24
     assert error_gain(diffusers.EulerDiscreteScheduler()) == error_gain(object()) == 1.0
     levels = even_levels(20)
     assert place_at(9, 20, levels, 1.5).weight == pytest.approx(1.5 * place_at(9, 20, levels).weight)

@@ -64,8 +64,10 @@ def test_what_every_step_is(merge: Merge | None, hold: Hold | None, total: int, 
         runs = MERGED if inside(merge, number, total) else FULL
         assert step.kind in ((runs, HELD) if inside(hold, number, total) else (runs,))
         assert bool(step.maps) == (step.kind == MERGED)
-        # Every step that runs is kept until Hold's window ends.
-        assert step.keeps == (hold is not None and not is_over(hold, number, total) and step.kind != HELD)
+        # Every step that runs is kept until Hold's window ends, and one after steps that were held to its end.
+        shows = number > 0 and steps[number - 1].kind == HELD
+        kept = hold is not None and (shows or not is_over(hold, number, total))
+        assert step.keeps == (kept and step.kind != HELD)
     assert steps[-1].kind != HELD, "the last step shows"
 
 
@@ -84,7 +86,8 @@ def test_neither_technique_moves_the_steps_of_the_other(merge: Merge, hold: Hold
 @given(hold=holds, total=totals)
 def test_kept_steps_lie_closer_at_first_and_at_the_end(hold: Hold, total: int) -> None:
     steps = Timeline(None, hold).steps(total)
-    kept = [number for number, step in enumerate(steps) if step.keeps]
+    # The one after the window comes when that ends.
+    kept = [number for number, step in enumerate(steps) if step.keeps and not is_over(hold, number, total)]
     # A residual is there before anything is held.
     assert kept[:1] == [0] * (not is_over(hold, 0, total))
     distances = {later: later - earlier for earlier, later in pairwise(kept) if later < 0.8 * total}
@@ -106,6 +109,22 @@ def test_kept_steps_lie_closer_at_first_and_at_the_end(hold: Hold, total: int) -
 def test_which_steps_are_kept(every: int, total: int, start: float, kept: list[int]) -> None:
     steps = Timeline(None, Hold(every=every, start=start)).steps(total)
     assert [number for number, step in enumerate(steps) if step.keeps] == kept
+
+
+@pytest.mark.parametrize("last", [2, 5, 8, 9, 10, 20])
+def test_a_tolerance_rises_over_the_first_third(last: int) -> None:
+    """By hand: what is held at once by just so much, and not by a little less."""
+    place = places(30)
+    kept = Kept(place[last], place[last - 1], bend=0.5)
+    drift = kept.drift_to(place[last + 1])
+    assert drift is not None
+    just = drift / min((last + 1) / 10, 1.0)
+    for share, kind in ((1.01, HELD), (0.99, FULL)):
+        assert Timeline(None, Hold(tolerance=share * just)).step(place[last + 1], kept).kind == kind
+    # Of a loop whose length is not known, no step is in the first third.
+    unknown = [each._replace(share=None) for each in place]
+    kept = Kept(unknown[last], unknown[last - 1], bend=0.5)
+    assert Timeline(None, Hold(tolerance=1.01 * drift)).step(unknown[last + 1], kept).kind == HELD
 
 
 def test_where_the_length_is_not_known_kept_steps_are_evenly_far() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -30,6 +31,7 @@ from skimage.color import rgb2lab
 
 from saved import save_sdxl
 from tokenmerge import TokenMergeError
+from tokenmerge.planning.drift import UNCALIBRATED
 from tokenmerge.tools import files, measure
 from tokenmerge.tools.cli.main import main, parser
 from tokenmerge.tools.drawing.pictures import to_tensor
@@ -893,10 +895,45 @@ def test_what_hold_estimates_stands_beside_what_is_measured(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     told = [line["estimated_psnr"] for line in lines if line["label"] == techniques[0]]
     assert len(told) == 2
-    assert held.estimated == pytest.approx(sum(told) / 2)
+    assert held.estimated.psnr == pytest.approx(sum(told) / 2)
     assert plain.estimated is None
     assert whole.estimated is None, "nothing was held"
-    assert "| estimated PSNR |" in (tmp_path / "out" / "table.md").read_text()
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| estimated PSNR |" in table
+    # Random weights, which nobody has compared.
+    assert f"| ~{held.estimated.psnr:.0f} |" in table
+    assert UNCALIBRATED in table
+    (line,) = (line for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines() if "every=2" in line)
+    assert json.loads(line)["estimate_calibrated"] is False
+    with (tmp_path / "out" / "table.csv").open() as file:
+        assert [row["estimate_calibrated"] for row in csv.DictReader(file)] == ["", "False", ""]
+
+
+def test_a_figure_that_was_compared_has_no_mark(tmp_path: Path) -> None:
+    task = Task(model="tiny-flux", prompts=PROMPTS[:1], techniques=["hold:every=2"], device="cpu", repeats=0)
+    results = evaluate(replace(task, steps=8, size=(64, 64), metrics=("psnr",)), tmp_path / "out")
+    assert results is not None
+    assert results.rows[1].estimated.calibrated
+    assert UNCALIBRATED not in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_the_worst_pictures_stand_beside_the_mean(tmp_path: Path) -> None:
+    model, out = str(save_sdxl(tmp_path / "sdxl")), tmp_path / "out"
+    given = {"model": model, "prompts": PROMPTS, "techniques": ["hold:every=3,start=0"], "device": "cpu", "steps": 6}
+    results = evaluate(Task(**given, size=(64, 64), metrics=("mse", "psnr"), repeats=0), out)
+    assert results is not None
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    errors = [line["mse"] for line in lines if line["label"] != "none"]
+    held = results.to_dict()["results"][1]["worst"]
+    assert held["mse"] == {"one_in_twenty": max(errors), "worst": max(errors)}
+    assert held["psnr"]["worst"] == pytest.approx(10 * math.log10(255**2 / max(errors)))
+    assert held["mse"]["worst"] > results.rows[1].estimates["mse"].mean
+    header, _, plain, row = (line.split(" | ") for line in (out / "table.md").read_text().splitlines()[:4])
+    column = header.index("MSE of the worst")
+    assert row[column] == f"{max(errors):.1f}, {max(errors):.1f}"
+    assert not plain[column]
+    with (out / "table.csv").open() as file:
+        assert [row["mse_worst"] for row in csv.DictReader(file)] == ["", str(max(errors))]
 
 
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:

@@ -22,10 +22,11 @@ import tokenmerge_models
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.families.calls import TokenGrid
+from tokenmerge.planning.drift import UNCALIBRATED, Drift
 from tokenmerge.tools import quality
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.drawing import pictures
-from tokenmerge.tools.drawing.comparison import Comparison, draw_rows
+from tokenmerge.tools.drawing.comparison import Comparison, Shot, draw_rows, report
 from tokenmerge.tools.drawing.studio import Studio
 from tokenmerge.tools.loading import BUNDLED, Outline, load_pipeline
 from tokenmerge.tools.typed import read_configurations
@@ -103,6 +104,23 @@ def test_without_techniques_a_picture_shows_all_four(
         if shot["techniques"]:
             assert shot["mse"] > 0
             assert shot["psnr"] == pytest.approx(10 * torch.log10(torch.tensor(255**2 / shot["mse"])).item(), abs=1e-3)
+
+
+@pytest.mark.parametrize(("calibrated", "told"), [(True, "41"), (False, "~41")])
+def test_an_estimate_that_was_never_compared_says_so(calibrated: bool, told: str) -> None:
+    figures = {"mse": 5.0, "psnr": 41.1, "ssim": 0.99}
+    plain, held = read_configurations(["hold"])
+    estimate = Drift(41.2, 3.0, calibrated)
+    drawn = Image.new("RGB", (8, 8))
+    shots = [
+        Shot(plain, 0, drawn, 2.0, "", {}),
+        Shot(held, 0, drawn, 1.0, "", {"full": 9, "held": 7}, 2.0, figures, estimate=estimate),
+    ]
+    text = report([shots])
+    assert f" {told} " in text
+    assert (UNCALIBRATED in text) != calibrated
+    assert shots[1].to_dict()["estimated_psnr"] == 41.2
+    assert shots[1].to_dict()["estimate_calibrated"] == calibrated
 
 
 def test_a_slow_moment_of_the_machine_costs_no_technique_its_place() -> None:

@@ -34,7 +34,7 @@ from tokenmerge.tools.quality.embeddings import Clip, Dino, Preparation, _resize
 from tokenmerge.tools.quality.metrics import BY_NAME, METRICS, Meter, Picture, choose_metrics
 from tokenmerge.tools.quality.networks import Found, Missing, Sources, find_network
 from tokenmerge.tools.quality.perceptual import ALEXNET, VGG16, PerceptualDistance, Trunk, read_weights
-from tokenmerge.tools.quality.statistics import estimate, student_quantile
+from tokenmerge.tools.quality.statistics import Worst, estimate, student_quantile, worst
 
 CPU = torch.device("cpu")
 # Trained networks are no part of the project: where they are, in packages or in this folder, they are tested.
@@ -197,6 +197,20 @@ def test_the_interval_counts_prompts_and_not_pictures() -> None:
     assert single.interval == pytest.approx((high - low) / 2)
     assert estimate([[3.0]]).interval is None
     assert estimate([[math.inf], [1.0]]).interval is None
+
+
+@pytest.mark.parametrize(
+    ("count", "one_in_twenty", "last"),
+    [(1, 1, 1), (3, 3, 3), (20, 20, 20), (40, 39, 40), (41, 39, 41), (200, 191, 200)],
+)
+def test_the_worst_pictures_are_those_at_the_end(count: int, one_in_twenty: int, last: int) -> None:
+    """What at least one picture in twenty is as bad as or worse than; the worst of few."""
+    values = [float(place) for place in range(1, count + 1)]
+    found = worst(values[::-1], higher_is_better=False)
+    assert found == Worst(one_in_twenty, last)
+    assert sum(value >= found.one_in_twenty for value in values) >= count / 20
+    mirrored = worst([-value for value in values], higher_is_better=True)
+    assert mirrored == Worst(-one_in_twenty, -last)
 
 
 @pytest.mark.parametrize("size", [(64, 48), (512, 512), (299, 299), (700, 20)])

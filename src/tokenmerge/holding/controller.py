@@ -156,10 +156,11 @@ class Holding:
     def _note(self, parts: list[_Call], step: int, *, restart: bool) -> None:
         """A step of a call was kept: its error, and that a slope may be taken from it."""
         for number, kept in enumerate(parts):
-            if len(kept.steps) == 2 and not restart:
-                before, last = map(self._clock.place, kept.steps)
+            if kept.steps and not restart:
+                *before, last = map(self._clock.place, kept.steps)
                 residuals = [run.current.parts[number] for run in self.runs if run.current is not None]
-                self.errors.note(self._clock.place(step), Kept(last, before), residuals, kept.call.shard)
+                known = Kept(last, before[0] if before else None)
+                self.errors.note(self._clock.place(step), known, residuals, kept.call.shard)
             kept.steps = [step] if restart else [*kept.steps[-1:], step]
 
     def _distance(self, steps: list[int]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -31,14 +32,25 @@ class Measured:
 
     @property
     def bend(self) -> float | None:
+        """By which is decided what may be held."""
         return bend_of(self.error, self.now, self.kept)
 
-    def drift(self, held: Sequence[Place]) -> float:
-        """How far the picture drifted in the steps that were held since the last kept one."""
-        if not held or self.bend is None:
-            return 0.0
+    @property
+    def mean(self) -> float:
+        """Of the worst sample, over calls: guidance adds their outputs up, and the worst alone says too much."""
+        return fmean(call.value for call in self.calls)
+
+    def drift(self, held: Sequence[Place], bend: float | None) -> float | None:
+        """How far the picture drifted in the steps that were held since the last kept one, if it can be told. bend:
+        how much residuals bend, as this error or another tells."""
+        if self.kept.before is None:
+            # One residual was held, without a slope: it is off by as much more as a step lies further away.
+            last, far = self.kept.last, abs(self.now.at - self.kept.last.at)
+            return sum(self.mean * abs(place.at - last.at) / far * place.weight for place in held) if far else None
+        if bend is None:
+            return None
         *before, last = held
-        return self.kept._replace(bend=self.bend, held=tuple(before)).drift_to(last) or 0.0
+        return self.kept._replace(bend=bend, held=tuple(before)).drift_to(last)
 
 
 class Errors:
@@ -65,18 +77,25 @@ class Errors:
     def bend(self, before: int) -> float | None:
         """What the last error before a step told of how much residuals bend; None if there was none."""
         known = [each for each in self.measured if each.now.number < before]
-        if known and self.assumed is not None:
+        if self.assumed is not None and any(each.kept.before is not None for each in known):
             return self.assumed
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
     def drift(self, place: Callable[[int], Place]) -> float | None:
-        """How far the picture drifted, over what the model gives out; None where nothing was held. Between kept steps
-        errors add up; those of different ones have nothing in common. place: of a step, by its number."""
+        """How far the picture drifted, over what the model gives out; None where nothing was held, or what was held
+        cannot be told of. Between kept steps errors add up; those of different ones have nothing in common. place: of a
+        step, by its number."""
+        bends = [bend_of(each.mean, each.now, each.kept) for each in self.measured]
+        # Where an error tells nothing of bends, the one before it does; at first, the next.
+        usual = next((bend for bend in bends if bend is not None), None)
         drifts = []
-        for each in self.measured:
-            held = range(each.kept.last.number + 1, each.now.number)
-            drifts.append(each.drift([place(number) for number in held]))
-        return math.hypot(*drifts) or None
+        for each, bend in zip(self.measured, bends, strict=True):
+            usual = usual if bend is None else bend
+            held = [place(number) for number in range(each.kept.last.number + 1, each.now.number)]
+            if held:
+                drifts.append(each.drift(held, usual))
+        known = [drift for drift in drifts if drift is not None]
+        return math.hypot(*known) or None if len(known) == len(drifts) else None
 
     @property
     def nonsense(self) -> int:

@@ -1,7 +1,8 @@
 """Plans: what techniques will do to a model, what that saves, and how people are told."""
 
 from .costs import PlannedGroup
+from .drift import Drift
 from .plan import Plan, make_plan
-from .summary import Drift, Summary, told_steps
+from .summary import Summary, told_steps
 
 __all__ = ["Drift", "Plan", "PlannedGroup", "Summary", "make_plan", "told_steps"]

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config import Hold
 from ..runtime.timeline import FULL, HELD, MERGED
+from .drift import Drift
 from .plan import Plan
 from .tables import counted, table
 
 # Of an image's steps: where fewer are held, a summary says what saves more.
 _LITTLE = 0.15
-# What is held of the families that the estimate of drift was fitted to (benchmarks/drift.py), the PSNR of a drift of 1,
-# and how far two thirds of the pictures lie from that. Under noise none of these is held.
-_MEASURED = {("unet", "stages"), ("flux", "blocks")}
-_LEVEL, _SPREAD = 14.8, 3.0
 _COLUMNS = ("group", "sites", "grid", "tokens", "regions", "selected", "weighed", "backend")
-
-
-class Drift(NamedTuple):
-    """How far the last image is from the plain one, as the errors of Hold tell without a plain one."""
-
-    psnr: float  # in dB
-    spread: float  # of that
-    calibrated: bool  # whether figures of this family, with the same held, were compared with true ones
-
-    @classmethod
-    def of(cls, drift: float, family: str, what: str) -> Drift:
-        """what: is held, as in `Hold`, without `auto`."""
-        return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), _SPREAD, (family, what) in _MEASURED)
-
-    def __str__(self) -> str:
-        doubt = "" if self.calibrated else " (uncalibrated: never compared with true ones here)"
-        return f"Estimated PSNR to the plain image: {self.psnr:.0f} dB, give or take {self.spread:.0f}{doubt}."
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,9 @@ class Summary:
             lines.append(str(self.drift))
         if self.nonsense:
             found = counted(self.nonsense, "error")
-            lines.append(f"Hold: {found} of the last image not finite (overflow?); the steps after ran in full.")
+            lines.append(
+                f"Hold: {found} of the last image not finite (overflow?); the second step after each ran in full."
+            )
         if self.groups:
             rows = [[str(group[column]) for column in _COLUMNS] for group in self.groups]
             lines += ["", table(list(_COLUMNS), rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ _LEAST, _MOST = 1e-4, 1e4
 _SHOWS, _ALONE = 15.0, 100.0
 # Of a schedule that is not known: its steps, and how far they lie apart.
 _USUAL_STEPS, _USUAL_DISTANCE = 30, 0.1
+# What an Adams-Bashforth step makes of the newest output, by its order.
+_GAINS = {1: 1.0, 2: 3 / 2, 3: 23 / 12, 4: 55 / 24}
 
 
 class Place(NamedTuple):
@@ -83,8 +86,13 @@ def sample_levels(scheduler: Any) -> list[float] | None:
 
 
 def error_gain(scheduler: Any) -> float:
-    """By how much a solver magnifies errors: those of second order step ahead by half of the last change as well."""
-    return 1.5 if _config(scheduler).get("solver_order", 1) > 1 else 1.0
+    """By how much a solver magnifies errors. One of higher order steps by its last outputs: most by the newest."""
+    step = inspect.signature(type(scheduler).step).parameters if hasattr(scheduler, "step") else {}
+    order = _config(scheduler).get("solver_order") or (step["order"].default if "order" in step else 1)
+    if hasattr(scheduler, "ets"):
+        # PNDM and its kin, which keep the outputs that they step by, and do not name their order.
+        order = max(_GAINS)
+    return _GAINS[min(max(order, 1), max(_GAINS))]
 
 
 def output_length(scheduler: Any) -> float:

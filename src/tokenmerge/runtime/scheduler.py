@@ -53,6 +53,11 @@ class Follower:
         self._sample_levels = sample_levels(self._followed()) or []
 
     @property
+    def scheduler(self) -> Any:
+        """The one that drove the last call; None if it is gone, or none is known."""
+        return self._followed()
+
+    @property
     def waits(self) -> bool:
         """Whether steps are told apart by reading timesteps, which waits for the device."""
         return self._followed() is None

@@ -20,6 +20,7 @@ class SigmaFollower:
     """Keeps the clock of one picture. The host makes every evaluation of its model by `evaluate`."""
 
     waits = False
+    scheduler = None
 
     def __init__(self, levels: Sequence[float], gain: float = 1.0) -> None:
         """levels: of noise to signal, of every evaluation to come. gain: by which the solver magnifies errors."""

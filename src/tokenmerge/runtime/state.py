@@ -25,6 +25,10 @@ class Host(Protocol):
     clock: Clock
 
     @property
+    def scheduler(self) -> Any:
+        """The scheduler of diffusers that drives the denoiser; None where there is none."""
+
+    @property
     def waits(self) -> bool:
         """Whether calls wait for the device anyway."""
 
@@ -174,7 +178,8 @@ class State(Uncopied):
         may_hold = bool(call.conditions) or clock.call < MAX_CALLS
         if kept is not None and kept.last.number == self._held_from and may_hold:
             return Step(HELD)
-        return self.timeline.step(clock.place(), None, may_hold=may_hold)
+        step = self.timeline.step(clock.place(), None, may_hold=may_hold)
+        return step._replace(keeps=step.keeps or (self.step.keeps and may_hold))
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""

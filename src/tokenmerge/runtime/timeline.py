@@ -16,6 +16,9 @@ DUE, ONCE, ALWAYS = "due", "once", "always"
 # Residuals bend again where a picture ends, which errors before do not tell: from this share of the steps on, at most
 # this share of them, and always two, may be held in a row.
 _END, _IN_A_ROW = 0.8, 0.07
+# Errors of the first steps grow along the rest of a picture. Up to this share of the steps the tolerance rises to its
+# whole; without that, more steps would drift more, since holding would begin earlier in the picture.
+_RISES = 1 / 3
 # Distances, in those that were extrapolated over, from which on two points give no line.
 _TOO_FAR = 4.0
 # How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
@@ -50,7 +53,10 @@ class Kept(NamedTuple):
 
 
 def bend_of(error: float, now: Place, kept: Kept) -> float | None:
-    """How much residuals bend, from the error of extrapolating them to a step."""
+    """How much residuals bend, from the error of extrapolating them to a step; NaN where that is not finite."""
+    # Nonsense is told wherever it came from: a bend that was found before must not stand for it.
+    if not math.isfinite(error):
+        return math.nan
     if kept.before is None:
         return None
     far, apart = abs(now.at - kept.last.at), abs(kept.last.at - kept.before.at)
@@ -93,7 +99,8 @@ class Timeline:
             return Step(runs)
         (start, stop), cleared = hold.window, now.cleared or 0.0
         if cleared >= stop and stop < 1.0:
-            return Step(runs)
+            # The first step after the window shows how far off the last ones that were held have been.
+            return Step(runs, keeps=kept is not None and bool(kept.held))
         # What comes before the window is kept all the same: it shows slopes and errors. Nothing comes after the last
         # step that would mend its errors.
         if cleared < start or now.last or kept is None or not _may_be_held(hold, now, kept):
@@ -127,7 +134,8 @@ class Timeline:
             if step.keeps:
                 kept = Kept(now, kept.last if kept else None, USUAL_BEND if number >= _FIRST_KNOWN else None)
             elif kept is not None:
-                kept = kept._replace(held=(*kept.held, now))
+                # Nothing is known after a step that ran and was not kept.
+                kept = kept._replace(held=(*kept.held, now)) if step.kind == HELD else None
             found.append(step)
         return found
 
@@ -147,7 +155,15 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     if hold.every is not None:
         return distance < _distance(hold.every, hold, kept.last)
     drift = kept.drift_to(now)
-    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance
+    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance * _risen(now, kept.last)
+
+
+def _risen(now: Place, last: Place) -> float:
+    """The share of a tolerance that holds after a kept step."""
+    if not now.share:
+        return 1.0
+    total = now.number / now.share
+    return min((last.number + 1) / total / _RISES, 1.0)
 
 
 def _distance(every: int, hold: Hold, kept: Place) -> int:

@@ -16,6 +16,7 @@ from ...errors import TokenMergeError, did_you_mean
 from ..fields import parse_as, parse_size, write_value
 from ..files import to_json
 from ..random_models import RANDOM_MODELS
+from ..solvers import SCHEDULERS
 
 # What --compile makes fast. Without a value it is the first, as far as the device can.
 COMPILE_WAYS = ("both", "blocks", "graphs")
@@ -131,7 +132,13 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--guidance", type=parse_as(float), metavar="N", help="strength of guidance (default: the model's)"
     )
+    add_scheduler(parser)
     add_size(parser)
+
+
+def add_scheduler(parser: argparse.ArgumentParser) -> None:
+    told = f"{', '.join(SCHEDULERS)}: for all pictures, the plain ones too (default: the model's own)"
+    parser.add_argument("--scheduler", choices=SCHEDULERS, metavar="NAME", help=told)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:

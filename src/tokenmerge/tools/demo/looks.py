@@ -56,7 +56,7 @@ def figures(pair: Pair) -> str:
         unit = " dB" if name == "psnr" and math.isfinite(value) else ""
         cells.append((metric.title, f"{told}{unit}", metric.meaning))
     if fast.estimate is not None:
-        cells.append(("estimated PSNR", f"{fast.estimate:.0f} dB", "by Hold's own errors, without the plain picture"))
+        cells.append(("estimated PSNR", f"{fast.estimate.told} dB", "by Hold's own errors, without the plain picture"))
     if fast.tokens:
         cells.append(("tokens", fast.tokens.replace("->", "→"), "before and after merging, by group"))
     return f'<dl class="tm-figures">{"".join(map(_cell, *zip(*cells, strict=True)))}</dl>'

@@ -12,7 +12,8 @@ from PIL import Image
 
 from ... import api
 from ...errors import TokenMergeError
-from ...planning import told_steps
+from ...planning import Drift, told_steps
+from ...planning.drift import UNCALIBRATED
 from ...planning.tables import table
 from ...runtime.timeline import HELD, MERGED
 from ..compiling import warm_ups
@@ -61,7 +62,7 @@ class Shot:
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
-    estimate: float | None = None  # the PSNR that Hold's own errors tell, without the plain picture
+    estimate: Drift | None = None  # what Hold's own errors tell, without the plain picture
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -71,7 +72,8 @@ class Shot:
             "speed_up": self.speed_up,
             "tokens": self.tokens,
             "kinds": self.kinds,
-            "estimated_psnr": self.estimate,
+            "estimated_psnr": None if self.estimate is None else self.estimate.psnr,
+            "estimate_calibrated": None if self.estimate is None else self.estimate.calibrated,
             **self.drift,
         }
 
@@ -149,9 +151,8 @@ def take_shot(
     (picture,), seconds = studio.draw(prompt, (seed,), on_step=on_step)
     merged = _overlay(studio.pipe, picture) if overlay else None
     told = api.summary(studio.pipe)
-    estimate = None if told.drift is None else told.drift.psnr
     tokens = token_counts(studio.pipe)
-    return Shot(configuration, seed, picture, seconds, tokens, told.steps, overlay=merged, estimate=estimate)
+    return Shot(configuration, seed, picture, seconds, tokens, told.steps, overlay=merged, estimate=told.drift)
 
 
 def _configure(studio: Studio, configuration: Configuration, asked: Comparison) -> None:
@@ -182,7 +183,7 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
     lines = []
     for shot in shots:
         drift = shot.drift
-        guess = "" if shot.estimate is None else f"{shot.estimate:.0f}"
+        guess = "" if shot.estimate is None else shot.estimate.told
         values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", guess, f"{drift['ssim']:.3f}"] if drift else [""] * 4
         speed = f"{shot.speed_up:.2f}x" if drift else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in shot.kinds.items())
@@ -190,6 +191,8 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
             [str(shot.seed), shot.configuration.label, f"{shot.seconds:.2f}", speed, kinds, shot.tokens, *values]
         )
     notes = [saves_nothing(shot.configuration.label, shot.kinds) for shot in shots]
+    if any(shot.estimate is not None and not shot.estimate.calibrated for shot in shots):
+        notes.append(UNCALIBRATED)
     if any(shot.kinds.get(MERGED) and shot.speed_up < 1 for shot in shots):
         notes.append("Below 1.00x merging cost more than it saved: there are too few tokens. Try a larger --size.")
     return "\n\n".join([table(header, lines), *dict.fromkeys(note for note in notes if note)])

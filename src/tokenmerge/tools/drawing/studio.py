@@ -13,7 +13,7 @@ from PIL import Image
 
 from ... import api
 from ...compiling import recordings, uncompile
-from ...errors import TokenMergeError, first_line
+from ...errors import TokenMergeError, did_you_mean, first_line
 from ...families import denoiser_of
 from ..compiling import check_compiled_cache, compile_as, way_on
 from ..fields import check_counts, check_finite
@@ -22,6 +22,7 @@ from ..measure import free_memory, timed_calls
 from ..rivals.base import Run
 from ..rivals.diffusers_caches import calibrate
 from ..rivals.reading import TRIAL_STEPS
+from ..solvers import SCHEDULERS, scheduler_named
 from ..typed import PLAIN, Configuration
 from .request import Request, draw
 
@@ -39,8 +40,12 @@ class Setup:
     compile: str | None = None
     threads: int | None = None
     safetensors: bool = False  # refuse weights in formats that may hold code
+    scheduler: str | None = None  # by name, in place of the pipeline's own
 
     def __post_init__(self) -> None:
+        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
+            near = did_you_mean(self.scheduler, SCHEDULERS)
+            raise TokenMergeError(f"scheduler is {self.scheduler!r}{near}; choose from {', '.join(SCHEDULERS)}")
         check_counts(steps=self.steps, threads=self.threads)
         check_finite(guidance=self.guidance)
 
@@ -59,6 +64,7 @@ class Studio:
         self.request = self.asked(setup.size, setup.steps, setup.guidance)
         self.mag_ratios: Sequence[float] | None = None
         self._safetensors = setup.safetensors
+        self._scheduler = setup.scheduler
         # What has to be undone before the next configuration, the last first.
         self._undo = ExitStack()
         self._calls: int | None = None
@@ -78,6 +84,8 @@ class Studio:
     def pipe(self) -> Any:
         """The pipeline, with its weights."""
         pipe, _ = load_pipeline(self.outline.model, getattr(torch, self.dtype), self.device, self._safetensors)
+        if self._scheduler is not None:
+            pipe.scheduler = scheduler_named(self._scheduler, pipe.scheduler)
         return pipe
 
     @property

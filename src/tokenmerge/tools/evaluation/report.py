@@ -68,7 +68,7 @@ def _picture_lines(results: Results) -> Iterable[str]:
 
 def _result_lines(results: Results) -> Iterable[dict[str, object]]:
     settings = results.settings
-    names = ("model", "size", "steps", "reference_steps", "dtype", "compile", "networks", "environment")
+    names = ("model", "size", "steps", "scheduler", "reference_steps", "dtype", "compile", "networks", "environment")
     conditions = {name: settings[name] for name in names}
     counts = {"prompts": len(settings["prompts"]), "seeds": len(settings["seeds"])}
     for row in results.rows:

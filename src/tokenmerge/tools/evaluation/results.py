@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from ...planning.drift import SPREAD, Drift
 from ..files import finite
 from ..quality.metrics import METRICS, Choice, Metric
-from ..quality.statistics import Estimate, estimate
+from ..quality.statistics import Estimate, Worst, estimate, worst
 from ..typed import Configuration
 from .folder import Folder, Sample, read_json
 from .yardstick import best_distance, fine_metrics, fine_name
 
 # The PSNR to the plain picture that Hold's own errors tell, in all files.
 ESTIMATED = "estimated_psnr"
+# Whether that was compared with true ones.
+CALIBRATED = "estimate_calibrated"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Row:
     timing: dict[str, Any] | None
     kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
     operations: float | None = None  # of the denoiser in a picture, where they could be counted
-    estimated: float | None = None  # the PSNR to the plain pictures that Hold's own errors tell
+    estimated: Drift | None = None  # what Hold's own errors tell of its pictures: the mean
+    worst: dict[str, Worst] = field(default_factory=dict)  # of single pictures, by metric of pairs
 
     @property
     def seconds(self) -> float | None:
@@ -43,10 +47,12 @@ class Row:
             "metrics": {
                 name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
             },
+            "worst": {name: asdict(value) for name, value in self.worst.items()},
             "timing": self.timing,
             "kinds": self.kinds,
             "operations": self.operations,
-            ESTIMATED: self.estimated,
+            ESTIMATED: None if self.estimated is None else self.estimated.psnr,
+            CALIBRATED: None if self.estimated is None else self.estimated.calibrated,
         }
 
 
@@ -67,6 +73,12 @@ class Results:
         there = {name for row in self.rows for name in row.estimates}
         all_of_them = [each for metric in METRICS for each in (metric, *fine_metrics([metric], self.reference_steps))]
         return tuple(metric for metric in all_of_them if metric.name in there)
+
+    @property
+    def drift(self) -> Metric | None:
+        """The metric of pairs by which the worst pictures are told in tables, if one was measured."""
+        pairs = {metric.name: metric for metric in self.metrics if metric in METRICS and metric.kind == "pair"}
+        return pairs.get(best_distance(pairs) or next(iter(pairs), ""))
 
     @property
     def reference_steps(self) -> int:
@@ -142,7 +154,7 @@ def _row(
     samples: Sequence[Sample],
     values: dict[tuple[str, Sample], dict[str, float]],
 ) -> Row:
-    estimates = {}
+    estimates, worst_of = {}, {}
     for metric in metrics:
         if metric.kind == "set" or (metric in METRICS and metric.kind == "pair" and configuration.is_plain):
             continue
@@ -150,6 +162,9 @@ def _row(
         for sample in samples:
             by_prompt.setdefault(sample.place, []).append(values[configuration.label, sample][metric.name])
         estimates[metric.name] = estimate(list(by_prompt.values()))
+        if metric in METRICS and metric.kind == "pair":
+            every = [value for each in by_prompt.values() for value in each]
+            worst_of[metric.name] = worst(every, higher_is_better=metric.higher_is_better)
     if folder.sets(configuration).is_file():
         known = read_json(folder.sets(configuration))
         # Another run may have asked for others.
@@ -162,7 +177,10 @@ def _row(
         fmean(each[name] for each in work) if all(name in each for each in work) else None
         for name in ("operations", ESTIMATED)
     )
-    return Row(configuration, estimates, timing, kinds, operations, estimated)
+    # Pictures of before that was kept do not say.
+    calibrated = all(each.get(CALIBRATED, False) for each in work)
+    drift = None if estimated is None else Drift(estimated, SPREAD, calibrated)
+    return Row(configuration, estimates, timing, kinds, operations, drift, worst_of)
 
 
 def _work(folder: Folder, configuration: Configuration, sample: Sample) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from .pairs import list_pictures
 from .plots import check_plots
 from .processes import Processes
 from .report import write_report
-from .results import ESTIMATED, Results, gather
+from .results import CALIBRATED, ESTIMATED, Results, gather
 from .yardstick import FINER, fine_metrics, fine_name, fine_pictures, measured_by
 
 Item = TypeVar("Item")
@@ -178,6 +178,7 @@ class Evaluation:
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
             "steps": request.steps,
+            "scheduler": self.task.scheduler,
             "reference_steps": self._fine_steps,
             "guidance": request.guidance,
             "call": request.defaults.call,
@@ -216,7 +217,7 @@ class Evaluation:
 
     def _make(self, configuration: Configuration, sample: Sample) -> None:
         work, kinds = self.folder.work(configuration, sample), self.folder.kinds(configuration)
-        known: dict[str, float] = {}
+        known: dict[str, float | bool] = {}
         if self._studio.way:
             # Replayed and compiled work cannot be counted.
             picture = self._draw(sample)
@@ -226,7 +227,7 @@ class Evaluation:
             known["operations"] = counter.operations
         told = api.summary(self._studio.pipe)
         if told.drift is not None:
-            known[ESTIMATED] = told.drift.psnr
+            known |= {ESTIMATED: told.drift.psnr, CALIBRATED: told.drift.calibrated}
         # Before the picture, which says that nothing is left to do.
         if known and not work.is_file():
             write_text(work, to_json(known))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 
+from ...planning.drift import UNCALIBRATED
 from ...planning.tables import counted, table
 from ..compiling import warm_ups
 from ..drawing.comparison import saves_nothing
 from ..quality.metrics import BY_NAME, Metric
-from ..quality.statistics import Estimate
-from .results import ESTIMATED, Results
+from ..quality.statistics import Estimate, Worst
+from .results import CALIBRATED, ESTIMATED, Results
 
 # By what --compile came to.
 _COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
@@ -49,9 +50,11 @@ def conditions(results: Results) -> str:
     """What the figures hold for."""
     settings = results.settings
     width, height = settings["size"]
+    scheduler = settings.get("scheduler")
     prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
     return (
-        f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}, {settings['dtype']}"
+        f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}"
+        f"{f' of {scheduler}' if scheduler else ''}, {settings['dtype']}"
         f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')} x {counted(seeds, 'seed')}; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
@@ -90,6 +93,8 @@ def _circumstances(results: Results) -> list[str]:
             f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
             "pictures become fewer, so compare it only at the same number."
         )
+    if results.drift:
+        lines.append("Of the worst pictures: what one in twenty is as far off as or further, and the furthest.")
     if any(row.operations for row in results.rows):
         lines.append(
             "Work is the operations of the denoiser in a picture, beside the plain model's: products, convolutions "
@@ -97,6 +102,8 @@ def _circumstances(results: Results) -> list[str]:
         )
     if any(row.estimated for row in results.rows):
         lines.append("The estimated PSNR is what Hold tells of its own errors, without the plain pictures.")
+    if any(row.estimated and not row.estimated.calibrated for row in results.rows):
+        lines.append(UNCALIBRATED)
     if results.distance:
         lines.append(
             f"The second yardstick is the plain picture with {results.reference_steps} steps. The plain picture's own "
@@ -118,6 +125,8 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
     for metric in results.metrics:
         arrow = "↑" if metric.higher_is_better else "↓"
         header.append(f"{metric.title} {arrow}" if arrows else metric.title)
+    drift = results.drift
+    header += [f"{drift.title} of the worst"] if drift else []
     header += [_SHARE] if results.distance else []
     estimated = any(row.estimated for row in results.rows)
     header += ["estimated PSNR"] if estimated else []
@@ -132,9 +141,14 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
         if memory:
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
         line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
+        line += [_worst(drift, row.worst.get(drift.name))] if drift else []
         line += [_percent(results.shares(row).get(results.distance))] if results.distance else []
-        rows.append(line + ([f"{row.estimated:.1f}" if row.estimated else ""] if estimated else []))
+        rows.append(line + ([row.estimated.told if row.estimated else ""] if estimated else []))
     return header, rows
+
+
+def _worst(metric: Metric, value: Worst | None) -> str:
+    return "" if value is None else f"{value.one_in_twenty:.{metric.digits}f}, {value.worst:.{metric.digits}f}"
 
 
 def _percent(share: float | None) -> str:
@@ -153,15 +167,22 @@ def comma_separated(results: Results) -> str:
     times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
     distances = list(dict.fromkeys(name for row in results.rows for name in results.shares(row)))
     shares = [f"{name}_share" for name in distances]
-    writer.writerow(["configuration", *times, "batch", "peak_memory", "work", ESTIMATED, *names, *shares])
+    pairs = list(dict.fromkeys(name for row in results.rows for name in row.worst))
+    lasts = [f"{name}_{which}" for name in pairs for which in ("one_in_twenty", "worst")]
+    costs = [*times, "batch", "peak_memory", "work"]
+    writer.writerow(["configuration", *costs, ESTIMATED, CALIBRATED, *names, *lasts, *shares])
     for row in results.rows:
         timing = row.timing or {}
         line = [row.configuration.label, row.seconds, results.speed_up(row)]
         line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
-        line += [results.work(row), row.estimated]
+        told = row.estimated
+        line += [results.work(row), *((told.psnr, told.calibrated) if told else (None, None))]
         for metric in results.metrics:
             value = row.estimates.get(metric.name)
             line += [value.mean, value.interval] if value else [None, None]
+        for name in pairs:
+            last = row.worst.get(name)
+            line += [last.one_in_twenty, last.worst] if last else [None, None]
         line += [results.shares(row).get(name) for name in distances]
         writer.writerow(["" if cell is None else cell for cell in line])
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""Means with intervals of confidence."""
+"""Means with intervals of confidence, and what they hide."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def estimate(values: Sequence[Sequence[float]]) -> Estimate:
         return Estimate(mean)
     variance = sum((value - mean) ** 2 for value in groups) / (len(groups) - 1)
     return Estimate(mean, student_quantile(len(groups) - 1) * math.sqrt(variance / len(groups)))
+
+
+@dataclass(frozen=True)
+class Worst:
+    """What a mean hides: what one picture in twenty is as bad as or worse than, and the worst of all."""
+
+    one_in_twenty: float
+    worst: float
+
+
+def worst(values: Sequence[float], *, higher_is_better: bool) -> Worst:
+    """Of single pictures."""
+    ranked = sorted(values, reverse=not higher_is_better)
+    return Worst(ranked[math.ceil(len(ranked) / 20) - 1], ranked[0])
 
 
 def student_quantile(freedom: int, confidence: float = _CONFIDENCE) -> float:

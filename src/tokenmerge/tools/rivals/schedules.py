@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import diffusers
-
 from ...errors import TokenMergeError
 from ..loading import Outline
+from ..solvers import solver_for
 from .base import Field, Kind, Run
 
 
@@ -55,28 +53,11 @@ class Solver(Schedule):
     @contextmanager
     def enabled(self, pipe: Any, values: Mapping[str, Any], run: Run) -> Iterator[None]:
         own = pipe.scheduler
-        pipe.scheduler = self._made(own, values["order"])
+        pipe.scheduler = solver_for(own, self._scheduler, self.name, solver_order=values["order"])
         try:
             yield
         finally:
             pipe.scheduler = own
-
-    def _made(self, own: Any, order: int) -> Any:
-        config = own.config
-        changes: dict[str, Any] = {"solver_order": order}
-        # Schedulers of flow models know one prediction alone, and do not name it.
-        if "prediction_type" not in config:
-            if config.get("use_dynamic_shifting") and config.get("time_shift_type") != "exponential":
-                raise TokenMergeError(
-                    f"{self._scheduler} shifts times exponentially, and the model's {type(own).__name__} by "
-                    f"{config.get('time_shift_type')!r}; leave out {self.name}"
-                )
-            # Where the shift goes by the size of a picture, pipelines give it with every call.
-            changes |= {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": config["shift"]}
-        solver = getattr(diffusers, self._scheduler)
-        # diffusers would warn of all that the solver has no place for.
-        known = inspect.signature(solver.__init__).parameters
-        return solver.from_config({name: value for name, value in config.items() if name in known}, **changes)
 
 
 SCHEDULES = (
