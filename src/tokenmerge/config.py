@@ -278,8 +278,8 @@ class Hold(Technique):
             to hold; 0.02 unless every is given
         every: instead of a tolerance, steps from one full step to the next, on average; they lie closer at first. 1
             holds nothing
-        start: share of the noise that goes before holding begins; 0.2 with every, and with a tolerance 0: the first
-            steps then run in full by what they show
+        start: share of the noise that goes before holding begins. Unless it is given, the first steps run in full by
+            what they show, and with every as long as the schedule takes great strides, 0.2 at least
         stop: share of the noise that goes before holding ends
         what: what is held: transformer blocks (blocks), all stages of a UNet with their convolutions (stages), or the
             clean prediction of the whole denoiser (prediction). auto takes stages where they can be held; under

@@ -112,8 +112,8 @@ def test_a_plan_in_words() -> None:
     )
     assert told[2].split() == ["group", "blocks", "grid", "merged", "tokens", "regions", "saved", "spent"]
     assert told[4].split()[:7] == ["level-2", "3", "16x26", "3", "416", "->", "208"]
-    assert "Of 20 steps: 8 merged, 12 held." in told
-    assert any("this saves 60.9% and spends 1.1%." in line for line in told)
+    assert "Of 20 steps: 10 merged, 10 held." in told
+    assert any("this saves 51.2% and spends 1.3%." in line for line in told)
     assert told[-3:] == [
         "Not merged:",
         "  11 x self_attention is not in components",

@@ -19,6 +19,9 @@ _END, _IN_A_ROW = 0.8, 0.07
 # Errors of the first steps grow along the rest of a picture. Up to this share of the steps the tolerance rises to its
 # whole; without that, more steps would drift more, since holding would begin earlier in the picture.
 _RISES = 1 / 3
+# With `every`, drift from one full step to the next that a schedule may lead to, over `every`: pictures decide nothing
+# there, and steps that move them far would wreck them.
+_EXPECTED = 0.01
 # Distances, in those that were extrapolated over, from which on two points give no line.
 _TOO_FAR = 4.0
 # How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
@@ -153,9 +156,18 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
         if distance > max(2.0, _IN_A_ROW * total):
             return False
     if hold.every is not None:
-        return distance < _distance(hold.every, hold, kept.last)
+        near = distance < _distance(hold.every, hold, kept.last)
+        return near and (hold.start is not None or _is_smooth(hold.every, now, kept))
     drift = kept.drift_to(now)
     return drift is not None and hold.tolerance is not None and drift <= hold.tolerance * _risen(now, kept.last)
+
+
+def _is_smooth(every: int, now: Place, kept: Kept) -> bool:
+    """Whether a picture would drift little up to a step, if residuals bent as usual and the full step before the last
+    lay as far back as this one lies ahead."""
+    before = kept.last._replace(at=2 * kept.last.at - now.at)
+    drift = kept._replace(before=before, bend=USUAL_BEND).drift_to(now)
+    return drift is not None and drift <= _EXPECTED * every
 
 
 def _risen(now: Place, last: Place) -> float:
