@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxKontextPipeline
 from PIL import Image
 
+import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.merging.places import merge_places
 from tokenmerge.presets import preset
 from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.drawing.request import Request
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.healing.adapter import Adapter
@@ -88,6 +91,44 @@ def test_the_loss_falls(pictures: Path) -> None:
     assert losses[0] == pytest.approx(before, rel=1e-5)
     assert trainer.error([call], healed=True) < 0.8 * before
     assert trainer.error([call], healed=False) == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_every_step_has_the_noise_that_it_has_in_a_picture(model: str, merge: str, pictures: Path) -> None:
+    """Of 28 steps: no strength of image-to-image pipelines tells all of them."""
+    studio = Studio(Setup(model=model, size=(64, 64), device="cpu", threads=1))
+    expected: list[float] = []
+    handle = denoiser_of(studio.pipe).register_forward_pre_hook(
+        lambda _, args, kwargs: expected.append(timestep_of(args, kwargs)), with_kwargs=True
+    )
+    studio.draw("a rose", (0,))
+    handle.remove()
+    noising = Noising(studio.pipe, studio.request, preset(merge))
+    (item,) = read_items(pictures)[:1]
+    calls = [noising.call([item.load(64, 64)], ["a rose"], step, 0) for step in noising.steps]
+    # Guidance may take two calls in a step.
+    assert [timestep_of(*call) for call in calls] == list(dict.fromkeys(expected))
+    assert len(calls) == 28
+
+
+def timestep_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return float((kwargs["timestep"] if "timestep" in kwargs else args[1]).flatten()[0])
+
+
+def test_guidance_is_that_of_pictures(pictures: Path) -> None:
+    rows = []
+    for guidance in (1.0, 3.0):
+        studio = Studio(Setup(model="tiny-sdxl", size=(64, 64), guidance=guidance, device="cpu", threads=1))
+        noising = Noising(studio.pipe, studio.request, preset("unet"))
+        rows.append(noising.call([read_items(pictures)[0].load(64, 64)], [""], 0, 0).rows)
+    assert rows == [1, 2]
+
+
+def test_pipelines_that_do_not_noise_pictures_are_refused() -> None:
+    """Theirs would be calls of the first step, whichever was asked for."""
+    pipe = FluxKontextPipeline.from_pipe(tiny.build("flux"))
+    with pytest.raises(TokenMergeError, match=r"FluxKontextPipeline takes pictures as references"):
+        Noising(pipe, Request("", 4, 64, 64), preset("dit"))
 
 
 def test_a_run_leaves_a_card_figures_and_pictures(done: Path) -> None:

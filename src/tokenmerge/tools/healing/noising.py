@@ -49,8 +49,15 @@ class Noising:
         if len(denoisers_of(pipe)) > 1:
             raise TokenMergeError(f"{type(pipe).__name__} has two denoisers, and heal trains one; use another model")
         self._pipe = image_to_image(pipe)
+        if not hasattr(self._pipe, "get_timesteps"):
+            raise TokenMergeError(
+                f"{type(self._pipe).__name__} takes pictures as references and not noised; use another model, such as "
+                "those of SD, SDXL, SD3 and Flux"
+            )
         self._pipe.set_progress_bar_config(disable=True)
-        self._request = request
+        accepted = inspect.signature(self._pipe.__call__).parameters
+        arguments = {**request.arguments(pipe), "output_type": "latent"}
+        self._arguments = {name: value for name, value in arguments.items() if name in accepted}
         shares = [step / request.steps for step in range(request.steps)]
         self.steps = [step for step, share in enumerate(shares) if merge.start <= share < merge.stop]
         if not self.steps:
@@ -61,27 +68,29 @@ class Noising:
 
     def call(self, pictures: Sequence[Image.Image], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
         """The denoiser's call for a batch of pictures with the noise of a step."""
-        request = self._request
+        pipe, scheduler = self._pipe, self._pipe.scheduler
         arguments = {
-            **request.defaults.call,
+            **self._arguments,
             "prompt": list(captions),
             "image": list(pictures),
-            "strength": 1.0 - step / request.steps,
-            "num_inference_steps": request.steps,
-            "width": request.width,
-            "height": request.height,
             "generator": [torch.Generator().manual_seed(seed + place) for place in range(len(pictures))],
-            "output_type": "latent",
         }
-        accepted = inspect.signature(self._pipe.__call__).parameters
-        handle = denoiser_of(self._pipe).register_forward_pre_hook(_take, with_kwargs=True, prepend=True)
+
+        def timesteps(count: int, *_: Any, **__: Any) -> tuple[Tensor, int]:
+            """Those from the step on. No strength tells the pipelines of all families the same step."""
+            scheduler.set_begin_index(step * scheduler.order)
+            return scheduler.timesteps[step * scheduler.order :], count - step
+
+        handle = denoiser_of(pipe).register_forward_pre_hook(_take, with_kwargs=True, prepend=True)
+        pipe.get_timesteps = timesteps
         try:
-            self._pipe(**{name: value for name, value in arguments.items() if name in accepted})
+            pipe(**arguments)
         except _Taken as taken:
             return taken.call
         finally:
+            del pipe.get_timesteps
             handle.remove()
-        raise TokenMergeError(f"{type(self._pipe).__name__} did not call its denoiser; use another model")
+        raise TokenMergeError(f"{type(pipe).__name__} did not call its denoiser; use another model")
 
 
 def _take(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
