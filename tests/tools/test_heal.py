@@ -187,10 +187,15 @@ def test_what_is_there_is_not_overwritten(done: Path) -> None:
 
 
 def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
-    """A UNet, whose guidance takes two rows of a call for every picture; with pictures of one's own."""
-    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), steps=3, every=2)
+    """A UNet, whose guidance takes two rows of a call for every picture; with pictures of one's own, of one caption."""
+    for caption in pictures.glob("*.txt"):
+        caption.write_text("a rose")
+    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), held_out=2, steps=3, every=2)
     outcome = heal(asked, tmp_path / "out")
     assert outcome is not None
+    first, second = (tmp_path / "out" / "evaluation" / "images" / "none").iterdir()
+    assert first.read_bytes() != second.read_bytes()
+    assert "2 prompts, a seed for each;" in str(outcome)
     assert outcome.settings["merge"]["skip_first"] == 0
     pipe, _ = load_pipeline("tiny-sdxl", torch.float32, torch.device("cpu"))
     states = []

@@ -49,6 +49,8 @@ class Task(Setup):
     techniques: Sequence[str | Configuration] | None = None  # as typed; without, those of the model's family
     prompts: Sequence[str]
     seeds: Sequence[int] = (0,)
+    # Whether every prompt has one of the seeds to itself, in their order; else each has all of them.
+    paired: bool = False
     ratios: Sequence[float] | None = None
     metrics: Sequence[str] | None = None
     sources: Sources = field(default_factory=Sources)
@@ -69,6 +71,12 @@ class Task(Setup):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise TokenMergeError(f"--seeds are {', '.join(map(str, self.seeds))}; give different ones, as in 0,1,2")
         check_seeds(*self.seeds)
+
+    @property
+    def samples(self) -> list[Sample]:
+        seeds = [(seed,) for seed in self.seeds] if self.paired else [tuple(self.seeds)] * len(self.prompts)
+        each = enumerate(zip(self.prompts, seeds, strict=True))
+        return [Sample(place, prompt, seed) for place, (prompt, its) in each for seed in its]
 
 
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
@@ -123,7 +131,7 @@ class Evaluation:
         if place.type == "cuda":
             # Kernels run on the current device, wherever their tensors are.
             torch.cuda.set_device(place)
-        self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
+        self.samples = task.samples
         self._photographs = list_pictures(task.reference) if task.reference else []
         # The first process fetches what is not here yet, the others find it.
         with processes.first_alone():
@@ -177,6 +185,8 @@ class Evaluation:
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
+            # Only where it is so: evaluations that were begun without a word of it go on.
+            **({"paired": True} if self.task.paired else {}),
             "steps": request.steps,
             "reference_steps": self._fine_steps,
             "guidance": request.guidance,

@@ -50,9 +50,10 @@ def conditions(results: Results) -> str:
     settings = results.settings
     width, height = settings["size"]
     prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
+    times = ", a seed for each" if settings.get("paired") else f" x {counted(seeds, 'seed')}"
     return (
         f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}, {settings['dtype']}"
-        f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')} x {counted(seeds, 'seed')}; "
+        f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')}{times}; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
 

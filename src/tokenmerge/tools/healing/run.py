@@ -64,7 +64,7 @@ class Healing(Setup):
         super().__post_init__()
         check_counts(number=self.number, rank=self.rank, batch=self.batch, every=self.every)
         check_counts(1, **{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
-        check_seeds(self.seed, self.seed + self.number)
+        check_seeds(self.seed, _UNSEEN + self.seed + max(self.number, self.held_out))
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
             raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
@@ -225,7 +225,9 @@ class _Run:
             **self.asked.drawn_with,
             techniques=techniques,
             prompts=tuple(item.caption for item in held_out),
-            seeds=(_UNSEEN + self.asked.seed,),
+            # Captions may be alike, or none.
+            seeds=range(_UNSEEN + self.asked.seed, _UNSEEN + self.asked.seed + len(held_out)),
+            paired=True,
             reference=self.asked.reference,
             sources=self.asked.sources,
             repeats=0,
