@@ -147,6 +147,30 @@ def test_it_trains_no_further_and_lets_gradients_through(files: Callable[[str], 
     assert given["hidden_states"].grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("first", ["fused", "healed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_projections_are_refused(kind: str, first: str, files: Callable[[str], Merge]) -> None:
+    """They run in place of the layers to queries, keys and values, whose part of the LoRA would be lost."""
+    pipe = tiny.build(kind)
+    denoiser = tiny.denoiser_of(pipe)
+    technique = files(kind)
+    expected = tiny.draw(tokenmerge.apply(pipe, technique))
+    told = r"fused projections run in place of .*unfuse_qkv_projections\(\) first"
+    if first == "fused":
+        tokenmerge.remove(pipe)
+        denoiser.fuse_qkv_projections()
+        with pytest.raises(TokenMergeError, match=told):
+            tokenmerge.apply(pipe, technique)
+    else:
+        denoiser.fuse_qkv_projections()
+        with pytest.raises(TokenMergeError, match=told):
+            tiny.draw(pipe)
+    denoiser.unfuse_qkv_projections()
+    assert torch.equal(tiny.draw(tokenmerge.apply(pipe, technique)), expected)
+    denoiser.fuse_qkv_projections()
+    tiny.draw(tokenmerge.apply(pipe, MERGE))
+
+
 def other_model(technique: Merge) -> tuple[Any, Merge]:
     return tiny.build("sd3"), technique
 
