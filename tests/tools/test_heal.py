@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxKontextPipeline
+from judges import SmallInception
 from PIL import Image
 
 import tiny
@@ -34,6 +35,7 @@ from tokenmerge.tools.healing.noising import Noising
 from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal
 from tokenmerge.tools.healing.training import Lessons, Trainer
 from tokenmerge.tools.loading import load_pipeline
+from tokenmerge.tools.quality.networks import Sources
 
 ASKED = Healing(
     model="tiny-flux",
@@ -187,15 +189,30 @@ def test_what_is_there_is_not_overwritten(done: Path) -> None:
 
 
 def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
-    """A UNet, whose guidance takes two rows of a call for every picture; with pictures of one's own, of one caption."""
-    for caption in pictures.glob("*.txt"):
+    """A UNet, whose guidance takes two rows of a call for each picture; with pictures of one's own, all of one caption,
+    and photographs for FID."""
+    for number, caption in enumerate(sorted(pictures.glob("*.txt"))):
         caption.write_text("a rose")
-    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), held_out=2, steps=3, every=2)
+        shutil.copy(caption.with_suffix(".png"), pictures / f"copy{number}.png")
+        shutil.copy(caption, pictures / f"copy{number}.txt")
+    (tmp_path / "networks").mkdir()
+    torch.jit.script(SmallInception().eval()).save(str(tmp_path / "networks" / "default_1.pt"))
+    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), held_out=3, steps=3, every=2)
+    asked = replace(asked, reference=pictures, sources=Sources(tmp_path / "networks"))
     outcome = heal(asked, tmp_path / "out")
     assert outcome is not None
-    first, second = (tmp_path / "out" / "evaluation" / "images" / "none").iterdir()
-    assert first.read_bytes() != second.read_bytes()
-    assert "2 prompts, a seed for each;" in str(outcome)
+    drawn = list((tmp_path / "out" / "evaluation" / "images" / "none").iterdir())
+    assert len({picture.read_bytes() for picture in drawn}) == 3
+    assert "3 prompts, a seed for each;" in str(outcome)
+    fid = {row.configuration.label: row.estimates["fid"] for row in outcome.results.rows}
+    loss = json.loads((tmp_path / "out" / "results.json").read_text())["fid_loss"]
+    assert loss["merged"]["mean"] == pytest.approx(fid["merged"].mean - fid["none"].mean)
+    assert loss["cut"]["mean"] == pytest.approx(1 - loss["healed"]["mean"] / loss["merged"]["mean"])
+    assert all(each["interval"] > 0 for each in loss.values())
+    assert (
+        f"FID loss against plain pictures: {loss['merged']['mean']:.1f} ±"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
     assert outcome.settings["merge"]["skip_first"] == 0
     pipe, _ = load_pipeline("tiny-sdxl", torch.float32, torch.device("cpu"))
     states = []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from ..files import finite
 from ..quality.metrics import METRICS, Choice, Metric
-from ..quality.statistics import Estimate, estimate
+from ..quality.statistics import Estimate, estimate, jackknife
 from ..typed import Configuration
 from .folder import Folder, Sample, read_json
 from .yardstick import best_distance, fine_metrics, fine_name
@@ -28,6 +28,7 @@ class Row:
     kinds: dict[str, int]  # of the steps of a picture: full, merged, held, skipped; empty of plain pictures
     operations: float | None = None  # of the denoiser in a picture, where they could be counted
     estimated: float | None = None  # the PSNR to the plain pictures that Hold's own errors tell
+    sets: dict[str, list[float]] = field(default_factory=dict)  # figures of the set, first whole, then without parts
 
     @property
     def seconds(self) -> float | None:
@@ -150,11 +151,12 @@ def _row(
         for sample in samples:
             by_prompt.setdefault(sample.place, []).append(values[configuration.label, sample][metric.name])
         estimates[metric.name] = estimate(list(by_prompt.values()))
+    sets: dict[str, list[float]] = {}
     if folder.sets(configuration).is_file():
         known = read_json(folder.sets(configuration))
         # Another run may have asked for others.
-        asked = [metric.name for metric in metrics if metric.kind == "set" and metric.name in known]
-        estimates |= {name: Estimate(float(known[name])) for name in asked}
+        sets = {m.name: [float(each) for each in known[m.name]] for m in metrics if m.kind == "set" and m.name in known}
+    estimates |= {name: jackknife(values[0], values[1:]) for name, values in sets.items()}
     kinds = read_json(folder.kinds(configuration)) if folder.kinds(configuration).is_file() else {}
     timing = _timing(folder, configuration, settings["repeats"])
     work = [_work(folder, configuration, sample) for sample in samples]
@@ -162,7 +164,7 @@ def _row(
         fmean(each[name] for each in work) if all(name in each for each in work) else None
         for name in ("operations", ESTIMATED)
     )
-    return Row(configuration, estimates, timing, kinds, operations, estimated)
+    return Row(configuration, estimates, timing, kinds, operations, estimated, sets)
 
 
 def _work(folder: Folder, configuration: Configuration, sample: Sample) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ..loading import best_device
 from ..measure import counted_calls, environment, forget_peak_memory, free_memory, peak_memory, timed_calls
 from ..quality.metrics import BY_NAME, Choice, Meter, Metric, Picture, choose_metrics
 from ..quality.networks import Sources
+from ..quality.statistics import without_parts
 from ..typed import Configuration, default_techniques, read_configurations
 from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features
 from .pairs import list_pictures
@@ -309,20 +310,23 @@ class Evaluation:
             left = [configuration for configuration in left if not configuration.is_plain]
         if not left:
             return
+        keys = [sample.place if len(self.task.prompts) > 1 else sample.seed for sample in self.samples]
         if self._photographs:
             reference = read_features([self.folder.reference(path) for path in self._photographs])
         else:
             reference = self._features(self.configurations[0])
         for configuration in self._progress(left, "sets"):
             features = self._features(configuration)
-            values = {metric.name: self._meter.of_sets(metric, reference, features) for metric in metrics}
+            sets = [features, *(features[left] for left in without_parts(keys))]
+            values = {each.name: [self._meter.of_sets(each, reference, some) for some in sets] for each in metrics}
             known = self._known_of_set(configuration)
             write_text(self.folder.sets(configuration), to_json(_ordered({**known, **values})))
 
     def _lacking(self, configuration: Configuration) -> bool:
         """Whether metrics of its set are to be measured."""
         known = self._known_of_set(configuration)
-        return any(metric.name not in known for metric in self.choice.of_kind("set"))
+        # A number is of an evaluation that left nothing out.
+        return any(not isinstance(known.get(metric.name), list) for metric in self.choice.of_kind("set"))
 
     def _known_of_set(self, configuration: Configuration) -> dict[str, Any]:
         path = self.folder.sets(configuration)

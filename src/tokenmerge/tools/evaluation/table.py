@@ -88,8 +88,9 @@ def _circumstances(results: Results) -> list[str]:
         count = len(results.settings["reference"])
         against = f"the {counted(count, 'picture')} of the reference folder" if count else "the plain pictures"
         lines.append(
-            f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
-            "pictures become fewer, so compare it only at the same number."
+            f"FID and KID are against {against}, with {pictures} pictures of each configuration; intervals are by "
+            "leaving out a tenth of the prompts at a time. FID grows as pictures become fewer, so compare it only at "
+            "the same number."
         )
     if any(row.operations for row in results.rows):
         lines.append(
