@@ -18,6 +18,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from judges import SmallInception
 from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 import tiny
 import tokenmerge
@@ -30,10 +31,10 @@ from tokenmerge.tools.drawing.request import Request
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.healing.adapter import Adapter
-from tokenmerge.tools.healing.data import read_items, split
-from tokenmerge.tools.healing.noising import Noising
+from tokenmerge.tools.healing.data import BLANK, read_items, split
+from tokenmerge.tools.healing.noising import NoisedCall, Noising
 from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal
-from tokenmerge.tools.healing.training import Lessons, Trainer
+from tokenmerge.tools.healing.training import Lessons, Trainer, _order
 from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.quality.networks import Sources
 
@@ -83,9 +84,10 @@ def test_the_loss_falls(pictures: Path) -> None:
     places = merge_places(denoiser, family_of(denoiser), merge)
     adapter = Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 4, 0)
     items = read_items(pictures)[:2]
-    lessons = Lessons(items, steps=6, batch=2, lr=0.003, seed=0, width=64, height=64)
-    trainer = Trainer(adapter, Noising(studio.pipe, studio.request, merge), merge, lessons, studio.device, "float32")
-    call = trainer.call_at(items, ["a rose", ""], step=10, seed=0)
+    lessons = Lessons(items, steps=6, batch=2, lr=0.003, seed=0)
+    noising = Noising(studio.pipe, studio.request, merge)
+    trainer = Trainer(adapter, noising, merge, lessons, studio.device, "float32")
+    call = noising.call(items, ["a rose", ""], step=10, seed=0)
     before = trainer.error([call], healed=True)
     # A LoRA changes nothing at first.
     assert before == pytest.approx(trainer.error([call], healed=False), rel=1e-5)
@@ -107,7 +109,7 @@ def test_every_step_has_the_noise_that_it_has_in_a_picture(model: str, merge: st
     handle.remove()
     noising = Noising(studio.pipe, studio.request, preset(merge))
     (item,) = read_items(pictures)[:1]
-    calls = [noising.call([item.load(64, 64)], ["a rose"], step, 0) for step in noising.steps]
+    calls = [noising.call([item], ["a rose"], step, 0) for step in noising.steps]
     # Guidance may take two calls in a step.
     assert [timestep_of(*call) for call in calls] == list(dict.fromkeys(expected))
     assert len(calls) == 28
@@ -117,13 +119,48 @@ def timestep_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return float((kwargs["timestep"] if "timestep" in kwargs else args[1]).flatten()[0])
 
 
-def test_guidance_is_that_of_pictures(pictures: Path) -> None:
+def test_guidance_is_that_of_pictures() -> None:
     rows = []
     for guidance in (1.0, 3.0):
         studio = Studio(Setup(model="tiny-sdxl", size=(64, 64), guidance=guidance, device="cpu", threads=1))
         noising = Noising(studio.pipe, studio.request, preset("unet"))
-        rows.append(noising.call([read_items(pictures)[0].load(64, 64)], [""], 0, 0).rows)
+        rows.append(noising.call([BLANK], [""], 0, 0).rows)
     assert rows == [1, 2]
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_pictures_and_captions_are_encoded_once(model: str, merge: str, pictures: Path) -> None:
+    studio = Studio(Setup(model=model, size=(64, 64), steps=3, device="cpu", threads=1))
+    pipe, items = studio.pipe, read_items(pictures)
+    encoders = [pipe.vae.encoder, pipe.text_encoder, pipe.text_encoder_2]
+    runs: list[str] = []
+    for each in encoders:
+        each.register_forward_pre_hook(lambda module, _: runs.append(type(module).__name__))
+    noising = Noising(pipe, studio.request, preset(merge))
+    runs.clear()
+    first = noising.call(items[:2], ["a rose", "a daisy"], 1, 0)
+    assert len(runs) == len(encoders) * 2
+    noising.call(items[:2], ["a daisy", ""], 2, 5)
+    assert len(runs) == len(encoders) * 2
+    # What was kept is what would be made.
+    for again in (noising, Noising(pipe, studio.request, preset(merge))):
+        assert same(again.call(items[:2], ["a rose", "a daisy"], 1, 0), first)
+    assert not {"encode", "encode_prompt", "get_timesteps"} & {*vars(pipe), *vars(pipe.vae)}
+
+
+def same(one: NoisedCall, other: NoisedCall) -> bool:
+    tensors = [[leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)] for call in (one, other)]
+    return len(tensors[0]) > 3 and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=3, device="cpu", threads=1))
+    items = read_items(pictures)[:1]
+    kept = Noising(studio.pipe, studio.request, preset("dit"))
+    monkeypatch.setattr("tokenmerge.tools.healing.noising._ROOM", 0)
+    anew = Noising(studio.pipe, studio.request, preset("dit"))
+    for _ in range(2):
+        assert same(kept.call(items, ["a rose"], 1, 0), anew.call(items, ["a rose"], 1, 0))
 
 
 def test_pipelines_that_do_not_noise_pictures_are_refused() -> None:
@@ -247,10 +284,14 @@ def test_every_round_sees_every_picture(pictures: Path) -> None:
     items, held_out = split(read_items(pictures), 1, seed=3)
     assert len(held_out) == 1
     assert held_out[0] not in items
-    lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0, width=64, height=64)
+    lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0)
     # Two processes, three pictures: three steps are four rounds.
     seen = [item for step in range(3) for process in range(2) for item in lessons.batch_at(step, process, 2)]
     assert all(seen.count(item) == 4 for item in items)
+    # A list is shuffled once in a round.
+    before = _order.cache_info().misses
+    assert {len(lessons.batch_at(step, 0, 1)) for step in range(30)} == {2}
+    assert _order.cache_info().misses - before <= 2 * 30 / 3
     rates = [lessons.rate(step) for step in range(100)]
     assert max(rates) == 1.0
     assert rates[:5] == sorted(rates[:5])

@@ -27,13 +27,19 @@ _CAPTION = ".txt"
 class Item:
     """A picture, and what it shows."""
 
-    picture: Path
+    picture: Path | None
     caption: str
 
     def load(self, width: int, height: int) -> Image.Image:
         """The picture at a size: its middle, as much as fits."""
+        if self.picture is None:
+            return Image.new("RGB", (width, height))
         with Image.open(self.picture) as picture:
             return ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+
+
+# A picture of nothing, to try with.
+BLANK = Item(None, "")
 
 
 def read_items(source: Path) -> list[Item]:

@@ -186,8 +186,7 @@ class _Run:
         places = merge_places(denoiser, family_of(denoiser), self.merge)
         blocks = {place.block.name: place.block for place in places if not place.skipped}
         adapter = Adapter(denoiser, blocks.values(), asked.rank, asked.seed)
-        request = studio.request
-        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed, request.width, request.height)
+        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
         trainer = Trainer(adapter, noising, self.merge, lessons, studio.device, studio.dtype)
         progress = trainer.restore(path) if path.is_file() else Progress()
         if progress.step < asked.steps:
@@ -203,7 +202,7 @@ class _Run:
                 trainer.save(path, progress)
 
         train(trainer, model, progress, keep, every=asked.every, process=process, processes=processes)
-        calls = _held_out_calls(trainer, held_out, noising.steps, asked.seed)
+        calls = _held_out_calls(noising, held_out, asked.seed)
         error = {name: trainer.error(calls, healed=healed) for name, healed in (("merged", False), ("healed", True))}
         if self._is_first:
             part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
@@ -248,11 +247,12 @@ def _merge_of(typed: str) -> Merge:
     return merge
 
 
-def _held_out_calls(trainer: Trainer, items: Sequence[Item], steps: Sequence[int], seed: int) -> list[NoisedCall]:
+def _held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> list[NoisedCall]:
     """Held-out pictures at noise levels of the whole window, the same in every run."""
+    steps = noising.steps
     chosen = [steps[(2 * place + 1) * len(steps) // (2 * _LEVELS)] for place in range(_LEVELS)]
     return [
-        trainer.call_at([item], [item.caption], step, seed + number)
+        noising.call([item], [item.caption], step, seed + number)
         for number, item in enumerate(items)
         for step in dict.fromkeys(chosen)
     ]

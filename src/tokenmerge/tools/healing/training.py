@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,6 @@ class Lessons:
     batch: int
     lr: float
     seed: int
-    width: int
-    height: int
 
     def rate(self, step: int) -> float:
         """The learning rate: it rises, then falls as a cosine."""
@@ -59,9 +58,15 @@ class Lessons:
 
     def _at(self, place: int) -> Item:
         turn, place = divmod(place, len(self.items))
-        order = list(range(len(self.items)))
-        random.Random(f"{self.seed} {turn}").shuffle(order)
-        return self.items[order[place]]
+        return self.items[_order(f"{self.seed} {turn}", len(self.items))[place]]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: str, count: int) -> list[int]:
+    """Of a round. A batch may lie in two."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @dataclass
@@ -91,17 +96,9 @@ class Trainer:
     def call(self, items: Sequence[Item], rng: random.Random) -> NoisedCall:
         """Pictures with the noise of some step that merges."""
         step, seed = rng.choice(self._noising.steps), rng.randrange(2**31)
-        captions = [item.caption for item in items]
-        call = self.call_at(items, captions, step, seed)
-        empty = ["" if rng.random() < _EMPTY else caption for caption in captions]
-        if call.rows > len(items) or empty == captions:
-            return call
-        return self.call_at(items, empty, step, seed)
-
-    def call_at(self, items: Sequence[Item], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
-        """Pictures with the noise of one step."""
-        pictures = [item.load(self.lessons.width, self.lessons.height) for item in items]
-        return self._noising.call(pictures, captions, step, seed)
+        share = 0.0 if self._noising.guided else _EMPTY
+        captions = ["" if rng.random() < share else item.caption for item in items]
+        return self._noising.call(items, captions, step, seed)
 
     def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
         """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
