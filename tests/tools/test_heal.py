@@ -33,7 +33,7 @@ from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.healing.adapter import Adapter
 from tokenmerge.tools.healing.data import BLANK, read_items, split
 from tokenmerge.tools.healing.noising import NoisedCall, Noising
-from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal
+from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal, held_out_calls
 from tokenmerge.tools.healing.training import Lessons, Trainer, _order
 from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.quality.networks import Sources
@@ -88,13 +88,18 @@ def test_the_loss_falls(pictures: Path) -> None:
     noising = Noising(studio.pipe, studio.request, merge)
     trainer = Trainer(adapter, noising, merge, lessons, studio.device, "float32")
     call = noising.call(items, ["a rose", ""], step=10, seed=0)
-    before = trainer.error([call], healed=True)
+    runs = [0]
+    denoiser.register_forward_hook(lambda *_: runs.append(runs.pop() + 1))
+    before = trainer.errors([call])["merged"]
+    # The plain one is the target of both.
+    assert runs == [3]
     # A LoRA changes nothing at first.
-    assert before == pytest.approx(trainer.error([call], healed=False), rel=1e-5)
+    assert trainer.errors([call])["healed"] == pytest.approx(before, rel=1e-5)
     losses = [trainer.learn(call, denoiser, 0.003) for _ in range(6)]
     assert losses[0] == pytest.approx(before, rel=1e-5)
-    assert trainer.error([call], healed=True) < 0.8 * before
-    assert trainer.error([call], healed=False) == pytest.approx(before, rel=1e-5)
+    after = trainer.errors([call])
+    assert after["healed"] < 0.8 * before
+    assert after["merged"] == pytest.approx(before, rel=1e-5)
 
 
 @pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
@@ -163,6 +168,15 @@ def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.Mon
         assert same(kept.call(items, ["a rose"], 1, 0), anew.call(items, ["a rose"], 1, 0))
 
 
+def test_the_loss_of_held_out_pictures_is_that_of_a_few(pictures: Path) -> None:
+    """Or it would take as long as training."""
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=8, device="cpu", threads=1))
+    noising = Noising(studio.pipe, studio.request, preset("dit"))
+    calls = list(held_out_calls(noising, read_items(pictures)[:1] * 17, seed=0))
+    assert len(calls) == 16 * 4
+    assert len({timestep_of(*call) for call in calls}) == 4
+
+
 def test_pipelines_that_do_not_noise_pictures_are_refused() -> None:
     """Theirs would be calls of the first step, whichever was asked for."""
     pipe = FluxKontextPipeline.from_pipe(tiny.build("flux"))
@@ -215,7 +229,14 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(done: Path, tmp_path: Path) 
     assert (out / LORA).read_bytes() == (done / LORA).read_bytes()
     told, before = (json.loads((each / "results.json").read_text()) for each in (out, done))
     assert told["loss"] == before["loss"]
-    assert told["held_out_loss"] == before["held_out_loss"]
+    assert told["held_out_loss"] == before["held_out_loss"] != {}
+    # They are not measured once more.
+    kept = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert kept["held_out"] == told["held_out_loss"]
+    torch.save({**kept, "held_out": {"merged": 2.0, "healed": 1.0}}, out / "checkpoint.pt")
+    outcome = heal(ASKED, out, resume=True)
+    assert outcome is not None
+    assert outcome.progress.held_out == {"merged": 2.0, "healed": 1.0}
 
 
 def test_what_is_there_is_not_overwritten(done: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..files import finite, to_json, write_text
 from ..quality.metrics import BY_NAME
 from ..quality.statistics import Estimate, jackknife
 from ..typed import PLAIN
+from .training import Progress
 
 # Pictures of each kind in the strip, and shares of the steps whose losses are told.
 _SHOWN, _PARTS = 4, 10
@@ -30,16 +31,16 @@ class Outcome:
     lora: Path
     settings: Mapping[str, Any]
     pictures: int  # that were trained with
-    losses: Sequence[float]
-    error: Mapping[str, float]  # of held-out pictures: the loss merged, and healed
+    progress: Progress
     results: Results
     environment: Mapping[str, str]
 
     @property
     def loss(self) -> list[float]:
         """The mean loss of every tenth of the steps."""
-        size = max(1, len(self.losses) // _PARTS)
-        parts = [self.losses[first : first + size] for first in range(0, len(self.losses), size)]
+        losses = self.progress.losses
+        size = max(1, len(losses) // _PARTS)
+        parts = [losses[first : first + size] for first in range(0, len(losses), size)]
         return [sum(part) / len(part) for part in parts]
 
     @property
@@ -65,7 +66,7 @@ class Outcome:
                 "settings": dict(self.settings),
                 "pictures": self.pictures,
                 "loss": self.loss,
-                "held_out_loss": dict(self.error),
+                "held_out_loss": self.progress.held_out,
                 "fid_loss": {name: vars(value) for name, value in self.fid_loss.items()},
                 "results": [row.to_dict() for row in self.results.rows],
                 "environment": dict(self.environment),
@@ -73,9 +74,12 @@ class Outcome:
         )
 
     def __str__(self) -> str:
-        before, after = self.error["merged"], self.error["healed"]
-        told = f"Loss of held-out pictures: {before:.4g} merged, {after:.4g} healed ({1 - after / before:.0%} less)."
-        return f"{told}\n\n{self.figures}"
+        return f"Loss of held-out pictures: {self.held_out}.\n\n{self.figures}"
+
+    @property
+    def held_out(self) -> str:
+        before, after = self.progress.held_out["merged"], self.progress.held_out["healed"]
+        return f"{before:.4g} merged, {after:.4g} healed ({1 - after / before:.0%} less)"
 
     @property
     def figures(self) -> str:
@@ -126,8 +130,7 @@ def _card(outcome: Outcome) -> str:
         "training": f"{settings['steps']} steps of {settings['batch']} x {settings['processes']} pictures, "
         f"{width}x{height}, rank {settings['rank']}, learning rate {settings['lr']:g}",
         "loss, by tenths of the steps": ", ".join(f"{each:.4g}" for each in outcome.loss),
-        f"loss of {settings['held_out']} held-out pictures": f"{outcome.error['merged']:.4g} merged, "
-        f"{outcome.error['healed']:.4g} healed",
+        "loss of held-out pictures": outcome.held_out,
         "measured on": ", ".join(f"{name} {value}" for name, value in outcome.environment.items()),
     }
     return f"""# A LoRA that heals merging

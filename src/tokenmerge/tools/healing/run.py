@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from .training import Lessons, Progress, Trainer, train
 LORA = "lora.safetensors"
 LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
 _CHECKPOINT = "checkpoint.pt"
-# Noise levels at which the loss of a held-out picture is measured.
-_LEVELS = 4
+# Held-out pictures whose loss is measured, each at so many noise levels.
+_MEASURED, _LEVELS = 16, 4
 # Seeds of pictures for the report, which none for training has.
 _UNSEEN = 2**40
 
@@ -156,14 +156,14 @@ class _Run:
 
     def do(self) -> Outcome | None:
         items, held_out = split(self._items(), self.asked.held_out, self.asked.seed)
-        losses, error = self._train(items, held_out)
+        progress = self._train(items, held_out)
         # Their memory is the evaluation's now.
         device = self._studio.device
         del self._studio
         results = evaluate(self._task(held_out), self.out / "evaluation", resume=self._evaluation_begun())
         if results is None:
             return None
-        outcome = Outcome(self.out / LORA, self._told, len(items), losses, error, results, environment(device))
+        outcome = Outcome(self.out / LORA, self._told, len(items), progress, results, environment(device))
         write_outcome(outcome, self.out)
         return outcome
 
@@ -177,8 +177,8 @@ class _Run:
             self._accelerator.wait_for_everyone()
         return read_items(folder)
 
-    def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> tuple[list[float], dict[str, float]]:
-        """Train, and write the LoRA. Returns the losses, and those of held-out pictures before and after."""
+    def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> Progress:
+        """Train, measure the loss of held-out pictures, and write the LoRA."""
         asked, studio, path = self.asked, self._studio, self.out / _CHECKPOINT
         self._told = self._settings()
         pipe, denoiser = studio.pipe, denoiser_of(studio.pipe)
@@ -202,16 +202,17 @@ class _Run:
                 trainer.save(path, progress)
 
         train(trainer, model, progress, keep, every=asked.every, process=process, processes=processes)
-        calls = _held_out_calls(noising, held_out, asked.seed)
-        error = {name: trainer.error(calls, healed=healed) for name, healed in (("merged", False), ("healed", True))}
         if self._is_first:
+            if not progress.held_out:
+                progress.held_out = trainer.errors(held_out_calls(noising, held_out, asked.seed))
+                keep(progress)
             part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
             dtype = getattr(torch, studio.dtype)
             adapter.write(self.out / LORA, part, self.merge, dtype)
             if part == "unet":
                 adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
         self._accelerator.wait_for_everyone()
-        return progress.losses, error
+        return progress
 
     def _task(self, held_out: Sequence[Item]) -> Task:
         """Pictures of held-out captions, plain, merged and healed."""
@@ -247,12 +248,10 @@ def _merge_of(typed: str) -> Merge:
     return merge
 
 
-def _held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> list[NoisedCall]:
-    """Held-out pictures at noise levels of the whole window, the same in every run."""
+def held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> Iterator[NoisedCall]:
+    """Some held-out pictures at noise levels of the whole window, the same in every run."""
     steps = noising.steps
     chosen = [steps[(2 * place + 1) * len(steps) // (2 * _LEVELS)] for place in range(_LEVELS)]
-    return [
-        noising.call([item], [item.caption], step, seed + number)
-        for number, item in enumerate(items)
-        for step in dict.fromkeys(chosen)
-    ]
+    for number, item in enumerate(items[:_MEASURED]):
+        for step in dict.fromkeys(chosen):
+            yield noising.call([item], [item.caption], step, seed + number)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ class Progress:
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)  # losses of held-out pictures, once all is trained
 
 
 class Trainer:
@@ -122,16 +123,18 @@ class Trainer:
         return float(loss.detach())
 
     @torch.no_grad()
-    def error(self, calls: Sequence[NoisedCall], *, healed: bool) -> float:
-        """The mean loss of some calls, with the adapter or without."""
-        denoiser, found = self.adapter.denoiser, []
+    def errors(self, calls: Iterable[NoisedCall]) -> dict[str, float]:
+        """The mean loss of some calls, merged without the adapter and healed by it."""
+        denoiser = self.adapter.denoiser
+        found: dict[str, list[float]] = {"merged": [], "healed": []}
         for call in calls:
             target = self._target(call)
-            self.adapter.enable(healed)
-            with api.applied(denoiser, self._merge):
-                found.append(float(self._error(call, target, denoiser)))
+            for name, losses in found.items():
+                self.adapter.enable(name == "healed")
+                with api.applied(denoiser, self._merge):
+                    losses.append(float(self._error(call, target, denoiser)))
         self.adapter.enable(True)
-        return sum(found) / len(found)
+        return {name: sum(losses) / len(losses) for name, losses in found.items()}
 
     def _target(self, call: NoisedCall) -> Tensor:
         """What the plain model makes of a call."""
@@ -164,7 +167,7 @@ class Trainer:
             raise TokenMergeError(f"{path} cannot be read ({error}); remove it to train anew") from error
         self.adapter.load(state["lora"])
         self.optimizer.load_state_dict(state["optimizer"])
-        return Progress(state["step"], state["losses"])
+        return Progress(**{item.name: state[item.name] for item in fields(Progress)})
 
 
 def train(
