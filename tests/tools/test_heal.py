@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
+from tokenmerge.config import LARGEST_SEED
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.merging.places import merge_places
 from tokenmerge.presets import preset
@@ -30,8 +32,10 @@ from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.drawing.request import Request
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.healing import memory
 from tokenmerge.tools.healing.adapter import Adapter
 from tokenmerge.tools.healing.data import BLANK, read_items, split
+from tokenmerge.tools.healing.memory import bytes_of_one
 from tokenmerge.tools.healing.noising import NoisedCall, Noising
 from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal, held_out_calls
 from tokenmerge.tools.healing.training import Lessons, Trainer, _order
@@ -76,18 +80,20 @@ def pictures(done: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(done / "pictures", tmp_path / "pictures"))
 
 
+def trainer_of(size: tuple[int, int], rank: int) -> Trainer:
+    merge = preset("dit")
+    studio = Studio(Setup(model="tiny-flux", size=size, device="cpu", threads=1))
+    denoiser = denoiser_of(studio.pipe)
+    noising = Noising(studio.pipe, studio.request, merge)
+    blocks = {place.block.name: place.block for place in merge_places(denoiser, family_of(denoiser), merge)}
+    return Trainer(Adapter(denoiser, blocks.values(), rank, 0), noising, merge, studio.device, "float32")
+
+
 def test_the_loss_falls(pictures: Path) -> None:
     """With pictures and noise as they are at first; over few steps of others it depends on these more."""
-    merge = preset("dit")
-    studio = Studio(Setup(model="tiny-flux", size=(64, 64), device="cpu", threads=1))
-    denoiser = denoiser_of(studio.pipe)
-    places = merge_places(denoiser, family_of(denoiser), merge)
-    adapter = Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 4, 0)
-    items = read_items(pictures)[:2]
-    lessons = Lessons(items, steps=6, batch=2, lr=0.003, seed=0)
-    noising = Noising(studio.pipe, studio.request, merge)
-    trainer = Trainer(adapter, noising, merge, lessons, studio.device, "float32")
-    call = noising.call(items, ["a rose", ""], step=10, seed=0)
+    trainer = trainer_of(size=(64, 64), rank=4)
+    denoiser = trainer.adapter.denoiser
+    call = trainer.noising.call(read_items(pictures)[:2], ["a rose", ""], step=10, seed=0)
     runs = [0]
     denoiser.register_forward_hook(lambda *_: runs.append(runs.pop() + 1))
     before = trainer.errors([call])["merged"]
@@ -326,22 +332,57 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not mergeable": ({"merge": "todo"}, r"use another method, such as 'pool'"),
     "half precision": ({"dtype": "float16"}, r"gradients vanish; use bfloat16 or float32"),
     "learning rate": ({"lr": 0.0}, r"--lr is 0\.0; it must be positive"),
-    "no folder": ({"data": Path("nowhere")}, r"nowhere is not there"),
+    "largest seed": ({"seed": LARGEST_SEED}, r"seed \d+ is out of range"),
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
     "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),
+    "no reference": ({"reference": Path("nowhere")}, r"nowhere is not a folder"),
     "memory": ({"batch": 10_000_000}, r"--batch 10000000 takes about \S+ GiB to train, and cpu has .*use --batch \d+"),
 }
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused(case: str, pictures: Path, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_any_work(case: str, drawn: bool, pictures: Path, tmp_path: Path) -> None:
     changes, told = REFUSED[case]
     with pytest.raises(TokenMergeError, match=told):
-        heal(replace(ASKED, **{"data": pictures, **changes}), tmp_path / "out")
-    assert not (tmp_path / "out" / LORA).exists()
+        heal(replace(ASKED, **{"data": None if drawn else pictures, **changes}), tmp_path / "out")
+    # Nothing is in the way of what is asked for next.
+    assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_photographs_without_a_network_are_refused(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmerge.tools.quality.networks.find_spec", lambda name: None)
+    with pytest.raises(TokenMergeError, match=r"--reference is for FID and KID, whose network is missing: default_1\.pt"):
+        heal(replace(ASKED, reference=pictures), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_takes_as_much_memory_as_was_told() -> None:
+    """On a CPU blocks are checkpointed too, and what they need is seen only while they run."""
+    trainer = trainer_of(size=(128, 128), rank=32)
+    cpu = torch.device("cpu")
+    each = bytes_of_one(trainer, cpu)
+    before = memory._used(cpu)
+    if each is None or before is None:
+        pytest.skip("this system does not tell how much memory a process uses")
+    trainer.rehearse(trainer.call([BLANK] * 6, random.Random(0)))
+    after = memory._kilobytes(Path("/proc/self/status"), "VmHWM")
+    assert after is not None
+    assert each / 2 < (after - before) / 6 < 2 * each
+
+
+def test_pictures_are_drawn_by_the_plain_model(done: Path) -> None:
+    """Though it has an adapter by then."""
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=3, device="cpu", threads=1))
+    (picture,), _ = studio.draw(ASKED.prompts[1], (1,))
+    with Image.open(done / "pictures" / "00001.png") as drawn:
+        assert drawn.tobytes() == picture.tobytes()
+
+
+def test_an_empty_folder_and_none_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["heal", *TYPED, "--data", str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 2
-    assert "holds no picture" in capsys.readouterr().err.splitlines()[-1]
+    for data, told in ((tmp_path / "empty", "holds no picture"), (tmp_path / "nowhere", "nowhere is not there")):
+        assert main(["heal", *TYPED, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+        assert told in capsys.readouterr().err.splitlines()[-1]

@@ -59,13 +59,17 @@ def read_items(source: Path) -> list[Item]:
     return [Item(path, _caption(path)) for path in paths if path not in unreadable]
 
 
+def check_number(pictures: int, held_out: int) -> None:
+    """Refuse to hold out all pictures."""
+    if pictures <= held_out:
+        raise TokenMergeError(
+            f"there are {counted(pictures, 'picture')}, and {held_out} are held out; give more, or a smaller --held-out"
+        )
+
+
 def split(items: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
     """Those to train with, and so many that training does not see."""
-    if len(items) <= held_out:
-        raise TokenMergeError(
-            f"there are {counted(len(items), 'picture')}, and {held_out} are held out; give more, or a smaller "
-            "--held-out"
-        )
+    check_number(len(items), held_out)
     order = list(items)
     random.Random(seed).shuffle(order)
     return order[held_out:], order[:held_out]

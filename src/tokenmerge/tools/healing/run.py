@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,24 +16,25 @@ from ...families import denoiser_of, family_of
 from ...merging.places import merge_places
 from ..drawing.studio import Setup, Studio
 from ..evaluation.folder import Folder, interrupted, read_json, tell_new
+from ..evaluation.pairs import list_pictures
 from ..evaluation.plots import check_plots
 from ..evaluation.run import Task, evaluate
 from ..fields import check_counts, check_seeds
 from ..files import PARTIAL, check_folder, to_json, write_text
 from ..loading import best_device
 from ..measure import environment
-from ..quality.networks import Sources
+from ..quality.networks import Missing, Sources, find_network
 from ..typed import Configuration, read_typed
 from .adapter import Adapter
-from .data import Item, draw_items, read_items, split
-from .memory import check_memory
+from .data import Item, check_number, draw_items, read_items, split
+from .memory import check_memory, told_memory
 from .noising import NoisedCall, Noising
 from .report import Outcome, write_outcome
 from .training import Lessons, Progress, Trainer, train
 
 LORA = "lora.safetensors"
 LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
-_CHECKPOINT = "checkpoint.pt"
+_CHECKPOINT, _RECORD = "checkpoint.pt", "run.json"
 # Held-out pictures whose loss is measured, each at so many noise levels.
 _MEASURED, _LEVELS = 16, 4
 # Seeds of pictures for the report, which none for training has.
@@ -107,6 +107,7 @@ class _Run:
     def __init__(self, asked: Healing, out: Path, accelerator: Any, resume: bool) -> None:
         self.asked = asked
         self.out = out
+        self._checkpoint = out / _CHECKPOINT
         self._accelerator = accelerator
         self._is_first = accelerator.is_main_process
         device = best_device(asked.device) if accelerator.num_processes == 1 else accelerator.device
@@ -116,30 +117,40 @@ class _Run:
         studio.check(Configuration("merged", Techniques(self.merge)))
         if studio.outline.family.frames > 1:
             raise TokenMergeError(f"{asked.model!r} makes videos, and heal trains on pictures; use another model")
+        _check_reference(asked)
+        self._items = [] if asked.data is None else read_items(asked.data)
+        check_number(len(self._items) or asked.number, asked.held_out)
+        self._settings = self._read_settings()
         if self._is_first:
-            self._begin(resume)
+            self._check_begun(resume)
+        with told_memory(device):
+            self._trainer = self._prepared()
+            self._progress = self._trainer.restore(self._checkpoint) if self._checkpoint.is_file() else Progress()
+            if self._progress.step < asked.steps:
+                check_memory(self._trainer, asked.batch, device)
+        if self._is_first:
+            for left_over in out.rglob(f"*{PARTIAL}"):
+                left_over.unlink()
+            write_text(out / _RECORD, to_json(self._settings, indent=2))
         accelerator.wait_for_everyone()
 
-    def _begin(self, resume: bool) -> None:
-        """Keep what was asked for; or, to go on, see that it is what was asked for before."""
-        record = self.out / "run.json"
-        settings = json.loads(to_json(self._settings()))
-        before = read_json(record, "give another --out") if record.is_file() else None
-        if before is None and resume:
-            tell_new(self.out)
-        if before is not None and not resume:
+    def _check_begun(self, resume: bool) -> None:
+        """See that what is there goes on, and is what was asked for before."""
+        if not (self.out / _RECORD).is_file():
+            if resume:
+                tell_new(self.out)
+            return
+        if not resume:
             raise TokenMergeError(f"{self.out} holds a run of heal; add --resume to go on with it, or another --out")
-        for name in settings if before is not None else ():
-            if before is not None and before.get(name) != settings[name]:
+        before = read_json(self.out / _RECORD, "give another --out")
+        for name, now in json.loads(to_json(self._settings)).items():
+            if before.get(name) != now:
                 raise TokenMergeError(
-                    f"{self.out} was begun with {name} {before.get(name)}, not {settings[name]}; ask for the same, or "
-                    "give another --out"
+                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; ask for the same, or give "
+                    "another --out"
                 )
-        for left_over in self.out.rglob(f"*{PARTIAL}"):
-            left_over.unlink()
-        write_text(record, to_json(settings, indent=2))
 
-    def _settings(self) -> dict[str, Any]:
+    def _read_settings(self) -> dict[str, Any]:
         """Everything that training depends on."""
         asked, request = self.asked, self._studio.request
         names = ("model", "number", "held_out", "rank", "steps", "batch", "lr", "seed", "guidance")
@@ -154,63 +165,64 @@ class _Run:
             "processes": self._accelerator.num_processes,
         }
 
+    def _prepared(self) -> Trainer:
+        """The model, ready to train."""
+        denoiser = denoiser_of(self._studio.pipe)
+        places = merge_places(denoiser, family_of(denoiser), self.merge)
+        blocks = {place.block.name: place.block for place in places if not place.skipped}
+        noising = Noising(self._studio.pipe, self._studio.request, self.merge)
+        adapter = Adapter(denoiser, blocks.values(), self.asked.rank, self.asked.seed)
+        return Trainer(adapter, noising, self.merge, self._studio.device, self._studio.dtype)
+
     def do(self) -> Outcome | None:
-        items, held_out = split(self._items(), self.asked.held_out, self.asked.seed)
+        if self.asked.data is None:
+            self._items = self._drawn()
+        items, held_out = split(self._items, self.asked.held_out, self.asked.seed)
         progress = self._train(items, held_out)
         # Their memory is the evaluation's now.
         device = self._studio.device
-        del self._studio
+        del self._studio, self._trainer
         results = evaluate(self._task(held_out), self.out / "evaluation", resume=self._evaluation_begun())
         if results is None:
             return None
-        outcome = Outcome(self.out / LORA, self._told, len(items), progress, results, environment(device))
+        outcome = Outcome(self.out / LORA, self._settings, len(items), progress, results, environment(device))
         write_outcome(outcome, self.out)
         return outcome
 
-    def _items(self) -> list[Item]:
-        """The pictures; those that the plain model has to draw are drawn by the first process."""
-        asked, folder = self.asked, self.asked.data or self.out / "pictures"
-        if asked.data is None:
-            if self._is_first:
-                self._studio.pipe.set_progress_bar_config(disable=True)
-                draw_items(self._studio, asked.prompts, asked.number, asked.seed, folder)
-            self._accelerator.wait_for_everyone()
+    def _drawn(self) -> list[Item]:
+        """The plain model's own pictures, which the first process draws."""
+        asked, folder = self.asked, self.out / "pictures"
+        if self._is_first:
+            self._studio.pipe.set_progress_bar_config(disable=True)
+            self._trainer.adapter.enable(False)
+            draw_items(self._studio, asked.prompts, asked.number, asked.seed, folder)
+            self._trainer.adapter.enable(True)
+        self._accelerator.wait_for_everyone()
         return read_items(folder)
 
     def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> Progress:
         """Train, measure the loss of held-out pictures, and write the LoRA."""
-        asked, studio, path = self.asked, self._studio, self.out / _CHECKPOINT
-        self._told = self._settings()
-        pipe, denoiser = studio.pipe, denoiser_of(studio.pipe)
-        noising = Noising(pipe, studio.request, self.merge)
-        places = merge_places(denoiser, family_of(denoiser), self.merge)
-        blocks = {place.block.name: place.block for place in places if not place.skipped}
-        adapter = Adapter(denoiser, blocks.values(), asked.rank, asked.seed)
-        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
-        trainer = Trainer(adapter, noising, self.merge, lessons, studio.device, studio.dtype)
-        progress = trainer.restore(path) if path.is_file() else Progress()
-        if progress.step < asked.steps:
-            trial = trainer.call(items[:1], random.Random(asked.seed))
-            check_memory(trainer, trial, asked.batch, studio.device)
-        model = denoiser
+        asked, trainer, progress = self.asked, self._trainer, self._progress
+        model = denoiser = trainer.adapter.denoiser
         processes, process = self._accelerator.num_processes, self._accelerator.process_index
         if processes > 1:
             model = self._accelerator.prepare(denoiser)
 
         def keep(progress: Progress) -> None:
             if self._is_first:
-                trainer.save(path, progress)
+                trainer.save(self._checkpoint, progress)
 
-        train(trainer, model, progress, keep, every=asked.every, process=process, processes=processes)
+        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
+        train(trainer, lessons, model, progress, keep, every=asked.every, process=process, processes=processes)
         if self._is_first:
             if not progress.held_out:
-                progress.held_out = trainer.errors(held_out_calls(noising, held_out, asked.seed))
+                progress.held_out = trainer.errors(held_out_calls(trainer.noising, held_out, asked.seed))
                 keep(progress)
-            part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
-            dtype = getattr(torch, studio.dtype)
-            adapter.write(self.out / LORA, part, self.merge, dtype)
+            part = next(name for name in ("unet", "transformer") if getattr(self._studio.pipe, name, None) is denoiser)
+            dtype = getattr(torch, self._studio.dtype)
+            trainer.adapter.write(self.out / LORA, part, self.merge, dtype)
             if part == "unet":
-                adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
+                trainer.adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
         self._accelerator.wait_for_everyone()
         return progress
 
@@ -246,6 +258,18 @@ def _merge_of(typed: str) -> Merge:
     if merge.lora is not None:
         raise TokenMergeError("--merge has a LoRA already; leave lora out")
     return merge
+
+
+def _check_reference(asked: Healing) -> None:
+    """Refuse photographs that could not be measured against, which nobody would notice before the end."""
+    if asked.reference is None:
+        return
+    list_pictures(asked.reference)
+    network = find_network("inception", asked.sources)
+    if isinstance(network, Missing):
+        raise TokenMergeError(
+            f"--reference is for FID and KID, whose network is missing: {network.reason}; or leave --reference out"
+        )
 
 
 def held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> Iterator[NoisedCall]:

@@ -81,25 +81,22 @@ class Progress:
 class Trainer:
     """A denoiser with an adapter, and the calls it learns from."""
 
-    def __init__(
-        self, adapter: Adapter, noising: Noising, merge: Merge, lessons: Lessons, device: torch.device, dtype: str
-    ) -> None:
+    def __init__(self, adapter: Adapter, noising: Noising, merge: Merge, device: torch.device, dtype: str) -> None:
         self.adapter = adapter
-        self.lessons = lessons
-        self._noising = noising
+        self.noising = noising
         # Calls are drawn from its window, and are no steps of a schedule.
         self._merge = merge.replace(start=0.0, stop=1.0)
         self._device = device
         self._half = None if dtype == "float32" else getattr(torch, dtype)
-        self.optimizer = torch.optim.AdamW(adapter.weights.values(), lr=lessons.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(adapter.weights.values(), weight_decay=0.0)
         adapter.denoiser.enable_gradient_checkpointing()
 
     def call(self, items: Sequence[Item], rng: random.Random) -> NoisedCall:
         """Pictures with the noise of some step that merges."""
-        step, seed = rng.choice(self._noising.steps), rng.randrange(2**31)
-        share = 0.0 if self._noising.guided else _EMPTY
+        step, seed = rng.choice(self.noising.steps), rng.randrange(2**31)
+        share = 0.0 if self.noising.guided else _EMPTY
         captions = ["" if rng.random() < share else item.caption for item in items]
-        return self._noising.call(items, captions, step, seed)
+        return self.noising.call(items, captions, step, seed)
 
     def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
         """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
@@ -172,6 +169,7 @@ class Trainer:
 
 def train(
     trainer: Trainer,
+    lessons: Lessons,
     model: nn.Module,
     progress: Progress,
     keep: Callable[[Progress], None],
@@ -183,7 +181,6 @@ def train(
     """Train to the end. keep: is given the progress after every so many steps, and at the end."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    lessons = trainer.lessons
     with tqdm(total=lessons.steps, initial=progress.step, desc="heal", disable=process > 0, leave=False) as bar:
         while progress.step < lessons.steps:
             step = progress.step
