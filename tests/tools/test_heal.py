@@ -354,7 +354,7 @@ def test_photographs_without_a_network_are_refused(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenmerge.tools.quality.networks.find_spec", lambda name: None)
-    with pytest.raises(TokenMergeError, match=r"--reference is for FID and KID, whose network is missing: default_1\.pt"):
+    with pytest.raises(TokenMergeError, match=r"FID and KID, whose network is missing: default_1\.pt"):
         heal(replace(ASKED, reference=pictures), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
