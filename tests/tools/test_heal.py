@@ -37,7 +37,7 @@ from tokenmerge.tools.healing.adapter import Adapter
 from tokenmerge.tools.healing.data import BLANK, read_items, split
 from tokenmerge.tools.healing.memory import bytes_of_one
 from tokenmerge.tools.healing.noising import NoisedCall, Noising
-from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal, held_out_calls
+from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, _accelerator, _Run, heal, held_out_calls
 from tokenmerge.tools.healing.training import Lessons, Trainer, _order
 from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.quality.networks import Sources
@@ -250,6 +250,42 @@ def test_what_is_there_is_not_overwritten(done: Path) -> None:
         heal(ASKED, done)
     with pytest.raises(TokenMergeError, match=r"was begun with rank 4, not 8"):
         heal(replace(ASKED, rank=8), done, resume=True)
+
+
+def test_other_pictures_are_not_gone_on_with(pictures: Path, tmp_path: Path) -> None:
+    """They would move between those that are held out and those that are trained with."""
+    asked = replace(ASKED, data=pictures, prompts=())
+    for resume in (False, True):
+        _Run(asked, tmp_path / "out", _accelerator(asked), resume)
+    for change in (
+        lambda: shutil.copy(pictures / "00000.png", pictures / "more.png"),
+        lambda: (pictures / "00000.txt").write_text("another caption"),
+        lambda: Image.new("RGB", (64, 64)).save(pictures / "00000.png"),
+    ):
+        before = {path: path.read_bytes() for path in pictures.iterdir()}
+        change()
+        with pytest.raises(TokenMergeError, match=r"was begun with pictures 4 \(\w+\), not \d \(\w+\)"):
+            heal(asked, tmp_path / "out", resume=True)
+        for path in pictures.iterdir():
+            path.write_bytes(before[path]) if path in before else path.unlink()
+
+
+def test_captions_and_pictures_of_every_kind(tmp_path: Path) -> None:
+    tall = Image.new("RGB", (40, 20), "blue")
+    tall.paste("red", (0, 0, 20, 20))
+    turned = tall.getexif()
+    turned[0x0112] = 6  # as a camera that was held upright writes it
+    tall.save(tmp_path / "tall.png", exif=turned)
+    caption = tmp_path / "tall.txt"
+    caption.write_text("a rose", encoding="utf-8-sig")
+    (item,) = read_items(tmp_path)
+    assert item.caption == "a rose"
+    loaded = item.load(20, 40)
+    assert loaded.getpixel((10, 5)) == (255, 0, 0)
+    assert loaded.getpixel((10, 35)) == (0, 0, 255)
+    caption.write_bytes(b"caf\xe9")
+    with pytest.raises(TokenMergeError, match=r"caption .*tall\.txt cannot be read .*write it in UTF-8"):
+        read_items(tmp_path)
 
 
 def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ..measure import environment
 from ..quality.networks import Missing, Sources, find_network
 from ..typed import Configuration, read_typed
 from .adapter import Adapter
-from .data import Item, check_number, draw_items, read_items, split
+from .data import Item, check_number, digest_items, draw_items, read_items, split
 from .memory import check_memory, told_memory
 from .noising import NoisedCall, Noising
 from .report import Outcome, write_outcome
@@ -158,6 +158,7 @@ class _Run:
             **{name: getattr(asked, name) for name in names},
             "merge": self.merge.to_dict(),
             "data": None if asked.data is None else str(asked.data),
+            "pictures": None if asked.data is None else digest_items(self._items),
             "prompts": list(asked.prompts) if asked.data is None else [],
             "denoising_steps": request.steps,
             "size": [request.width, request.height],
