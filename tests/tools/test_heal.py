@@ -252,6 +252,17 @@ def test_what_is_there_is_not_overwritten(done: Path) -> None:
         heal(replace(ASKED, rank=8), done, resume=True)
 
 
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_named(content: bytes | None, done: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(done, tmp_path / "out")
+    if content is None:
+        torch.save({"step": 4}, out / "checkpoint.pt")
+    else:
+        (out / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(TokenMergeError, match=r"checkpoint\.pt cannot be read .*; remove it to train anew"):
+        heal(ASKED, out, resume=True)
+
+
 def test_other_pictures_are_not_gone_on_with(pictures: Path, tmp_path: Path) -> None:
     """They would move between those that are held out and those that are trained with."""
     asked = replace(ASKED, data=pictures, prompts=())

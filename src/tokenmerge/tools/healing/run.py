@@ -223,7 +223,7 @@ class _Run:
             dtype = getattr(torch, self._studio.dtype)
             trainer.adapter.write(self.out / LORA, part, self.merge, dtype)
             if part == "unet":
-                trainer.adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
+                trainer.adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, self.merge, dtype)
         self._accelerator.wait_for_everyone()
         return progress
 

@@ -6,6 +6,7 @@ What a step does follows from the seed and its number alone, so that a run that 
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -160,11 +161,11 @@ class Trainer:
         """Go on from a checkpoint."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise TokenMergeError(f"{path} cannot be read ({error}); remove it to train anew") from error
-        self.adapter.load(state["lora"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return Progress(**{item.name: state[item.name] for item in fields(Progress)})
+            self.adapter.load(state["lora"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return Progress(**{item.name: state[item.name] for item in fields(Progress)})
+        except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            raise TokenMergeError(f"{path} cannot be read ({error!r}); remove it to train anew") from error
 
 
 def train(
