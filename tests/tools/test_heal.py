@@ -19,6 +19,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from judges import SmallInception
 from PIL import Image
+from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 import tiny
@@ -333,6 +334,35 @@ def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
         pipe.unload_lora_weights()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+
+
+def test_two_processes_train_on_the_mean_of_their_gradients(pictures: Path, tmp_path: Path) -> None:
+    options = ["--data", str(pictures), "--steps", "2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "tokenmerge", "heal", *TYPED, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    # Meanwhile, the same by hand.
+    asked = replace(ASKED, data=pictures, prompts=(), steps=2)
+    alone = _Run(asked, tmp_path / "alone", _accelerator(asked), resume=False)
+    trainer, (items, _) = alone._trainer, split(alone._items, asked.held_out, asked.seed)
+    lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
+    weights = trainer.adapter.weights
+    for step in range(2):
+        gradients = []
+        for number in range(2):
+            trainer.rehearse(trainer.call(lessons.batch_at(step, number, 2), random.Random(f"0 {step} {number}")))
+            gradients.append([weight.grad.clone() for weight in weights.values() if weight.grad is not None])
+        for weight, one, other in zip(weights.values(), *gradients, strict=True):
+            weight.grad = (one + other) / 2
+        trainer.advance(lessons.rate(step))
+    _, told = process.communicate()
+    assert process.returncode == 0, told[-2000:]
+    assert "2 steps of 2 x 2 pictures" in (tmp_path / "out" / "README.md").read_text()
+    found = load_file(tmp_path / "out" / LORA)
+    assert len(found) == len(weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[f"transformer.{name}"], weight.detach(), rtol=1e-3, atol=1e-6)
 
 
 def test_unreadable_pictures_are_named_and_left_out(

@@ -102,11 +102,15 @@ class Trainer:
     def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
         """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
         loss = self.rehearse(call, model)
+        self.advance(rate)
+        return loss
+
+    def advance(self, rate: float) -> None:
+        """Change the adapter's weights by their gradients."""
         torch.nn.utils.clip_grad_norm_(self.adapter.weights.values(), _LONGEST_GRADIENT)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        return loss
 
     def rehearse(self, call: NoisedCall, model: nn.Module | None = None) -> float:
         """The loss of a call, and the gradients of the adapter's weights; these are left as they are."""
