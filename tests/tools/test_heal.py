@@ -44,7 +44,7 @@ from tokenmerge.tools.loading import load_pipeline
 from tokenmerge.tools.quality.networks import Sources
 
 ASKED = Healing(
-    model="tiny-flux",
+    setup=Setup(model="tiny-flux", steps=3, size=(64, 64), device="cpu", threads=1),
     merge="dit:ratio=0.5",
     prompts=read_prompts(limit=3),
     number=4,
@@ -54,10 +54,6 @@ ASKED = Healing(
     batch=2,
     lr=0.001,
     every=4,
-    denoising_steps=3,
-    size=(64, 64),
-    device="cpu",
-    threads=1,
 )
 # The same for the command line.
 TYPED = [
@@ -309,7 +305,8 @@ def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
         shutil.copy(caption, pictures / f"copy{number}.txt")
     (tmp_path / "networks").mkdir()
     torch.jit.script(SmallInception().eval()).save(str(tmp_path / "networks" / "default_1.pt"))
-    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), held_out=3, steps=3, every=2)
+    sdxl = replace(ASKED.setup, model="tiny-sdxl")
+    asked = replace(ASKED, setup=sdxl, merge=None, data=pictures, prompts=(), held_out=3, steps=3, every=2)
     asked = replace(asked, reference=pictures, sources=Sources(tmp_path / "networks"))
     outcome = heal(asked, tmp_path / "out")
     assert outcome is not None
@@ -407,7 +404,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing merged": ({"merge": "dit:ratio=0"}, r"heal trains a Merge alone"),
     "no such technique": ({"merge": "tomato"}, r"'tomato' is unknown"),
     "not mergeable": ({"merge": "todo"}, r"use another method, such as 'pool'"),
-    "half precision": ({"dtype": "float16"}, r"gradients vanish; use bfloat16 or float32"),
+    "half precision": ({"setup": replace(ASKED.setup, dtype="float16")}, r"gradients vanish; use bfloat16 or float32"),
     "learning rate": ({"lr": 0.0}, r"--lr is 0\.0; it must be positive"),
     "largest seed": ({"seed": LARGEST_SEED}, r"seed \d+ is out of range"),
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),

@@ -22,7 +22,7 @@ from ..evaluation.run import Task, evaluate
 from ..fields import check_counts, check_seeds
 from ..files import PARTIAL, check_folder, to_json, write_text
 from ..loading import best_device
-from ..measure import environment
+from ..measure import environment, free_memory
 from ..quality.networks import Missing, Sources, find_network
 from ..typed import Configuration, read_typed
 from .adapter import Adapter
@@ -42,9 +42,10 @@ _UNSEEN = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Healing(Setup):
-    """What was asked for. `steps` are those of training; `denoising_steps` those of a picture."""
+class Healing:
+    """What was asked for. `steps` are those of training; `setup` has those of a picture."""
 
+    setup: Setup
     merge: str | None = None  # as typed; without, the preset of the model's family
     data: Path | None = None  # a folder or a list; without, the plain model draws
     prompts: Sequence[str] = ()
@@ -56,26 +57,18 @@ class Healing(Setup):
     lr: float = 5e-4
     seed: int = 0
     every: int = 100
-    denoising_steps: int | None = None
     reference: Path | None = None
     sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(number=self.number, rank=self.rank, batch=self.batch, every=self.every)
-        check_counts(1, **{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
+        check_counts(number=self.number, rank=self.rank, steps=self.steps, batch=self.batch, every=self.every)
+        check_counts(**{"held-out": self.held_out})
         check_seeds(self.seed, _UNSEEN + self.seed + max(self.number, self.held_out))
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
             raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
-        if self.dtype == "float16":
+        if self.setup.dtype == "float16":
             raise TokenMergeError("--dtype is float16, in which gradients vanish; use bfloat16 or float32")
-
-    @property
-    def drawn_with(self) -> dict[str, Any]:
-        """What pictures depend on."""
-        own = {name: getattr(self, name) for name in ("model", "size", "guidance", "device", "dtype", "threads")}
-        return {**own, "steps": self.denoising_steps}
 
 
 def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
@@ -98,7 +91,7 @@ def _accelerator(asked: Healing) -> Any:
         from accelerate import Accelerator
     except ImportError as error:
         raise TokenMergeError("heal needs peft and accelerate: pip install tokenmerge[heal]") from error
-    return Accelerator(cpu=best_device(asked.device).type == "cpu", mixed_precision="no")
+    return Accelerator(cpu=best_device(asked.setup.device).type == "cpu", mixed_precision="no")
 
 
 class _Run:
@@ -110,13 +103,13 @@ class _Run:
         self._checkpoint = out / _CHECKPOINT
         self._accelerator = accelerator
         self._is_first = accelerator.is_main_process
-        device = best_device(asked.device) if accelerator.num_processes == 1 else accelerator.device
-        self._studio = studio = Studio(Setup(**asked.drawn_with), device)
+        device = best_device(asked.setup.device) if accelerator.num_processes == 1 else accelerator.device
+        self._studio = studio = Studio(asked.setup, device)
         self.merge = _merge_of(asked.merge or studio.outline.family.merging)
         # Everything that can be refused is refused before pictures are drawn.
         studio.check(Configuration("merged", Techniques(self.merge)))
         if studio.outline.family.frames > 1:
-            raise TokenMergeError(f"{asked.model!r} makes videos, and heal trains on pictures; use another model")
+            raise TokenMergeError(f"{asked.setup.model!r} makes videos, and heal trains on pictures; use another model")
         _check_reference(asked)
         self._items = [] if asked.data is None else read_items(asked.data)
         check_number(len(self._items) or asked.number, asked.held_out)
@@ -153,9 +146,11 @@ class _Run:
     def _read_settings(self) -> dict[str, Any]:
         """Everything that training depends on."""
         asked, request = self.asked, self._studio.request
-        names = ("model", "number", "held_out", "rank", "steps", "batch", "lr", "seed", "guidance")
+        names = ("number", "held_out", "rank", "steps", "batch", "lr", "seed")
         return {
+            "model": asked.setup.model,
             **{name: getattr(asked, name) for name in names},
+            "guidance": asked.setup.guidance,
             "merge": self.merge.to_dict(),
             "data": None if asked.data is None else str(asked.data),
             "pictures": None if asked.data is None else digest_items(self._items),
@@ -183,7 +178,9 @@ class _Run:
         # Their memory is the evaluation's now.
         device = self._studio.device
         del self._studio, self._trainer
-        results = evaluate(self._task(held_out), self.out / "evaluation", resume=self._evaluation_begun())
+        free_memory(device)
+        evaluation = self.out / "evaluation"
+        results = evaluate(self._task(held_out), evaluation, resume=Folder(evaluation).begun() is not None)
         if results is None:
             return None
         outcome = Outcome(self.out / LORA, self._settings, len(items), progress, results, environment(device))
@@ -230,13 +227,10 @@ class _Run:
     def _task(self, held_out: Sequence[Item]) -> Task:
         """Pictures of held-out captions, plain, merged and healed."""
         healed = self.merge.replace(lora=self.out / LORA)
-        techniques = [
-            Configuration("merged", Techniques(self.merge)),
-            Configuration("healed", Techniques(healed)),
-        ]
+        techniques = {"merged": Techniques(self.merge), "healed": Techniques(healed)}
         return Task(
-            **self.asked.drawn_with,
-            techniques=techniques,
+            **vars(self.asked.setup),
+            techniques=[Configuration(*each) for each in techniques.items()],
             prompts=tuple(item.caption for item in held_out),
             # Captions may be alike, or none.
             seeds=range(_UNSEEN + self.asked.seed, _UNSEEN + self.asked.seed + len(held_out)),
@@ -245,9 +239,6 @@ class _Run:
             sources=self.asked.sources,
             repeats=0,
         )
-
-    def _evaluation_begun(self) -> bool:
-        return Folder(self.out / "evaluation").begun() is not None
 
 
 def _merge_of(typed: str) -> Merge:
