@@ -2,9 +2,10 @@
 
 python benchmarks/heal.py --data PHOTOGRAPHS --reference UNSEEN --networks FOLDER --out OUT
 
-PHOTOGRAPHS have captions in text files beside them. UNSEEN are other ones, for FID. It needs a GPU; `--steps` is some
-25 minutes of an H200's for each model, to be adapted. Killed, it goes on where it was. OUT/heal.jsonl has a line for
-each model and ratio, for benchmarks/results.
+PHOTOGRAPHS have captions in text files beside them. UNSEEN are other ones, for FID. It needs a GPU. Options of heal
+may follow: `--steps` (3000) is to be some 25 minutes of an H200's for each model, and with `--size 64x64 --steps 2
+--batch 2 --held-out 3 --denoising-steps 3` it can be tried on a CPU. Killed, it goes on where it was. OUT/heal.jsonl
+has a line for each model and ratio, for benchmarks/results.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ def main() -> int:
     for name in ("data", "reference", "networks"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", default="3000")
-    parser.add_argument("--held-out", default="2000")
-    asked = parser.parse_args()
+    asked, others = parser.parse_known_args()
     lines = []
     for model, preset in MODELS.items():
         for ratio in RATIOS:
@@ -36,8 +35,8 @@ def main() -> int:
                 [
                     *("heal", "--model", model, "--merge", f"{preset}:ratio={ratio}", "--size", "512x512"),
                     *("--data", asked.data, "--reference", asked.reference, "--networks", asked.networks),
-                    *("--rank", "64", "--batch", "32", "--lr", "0.001", "--steps", asked.steps),
-                    *("--held-out", asked.held_out, "--out", str(out), "--resume"),
+                    *("--rank", "64", "--batch", "32", "--lr", "0.001", "--steps", "3000", "--held-out", "2000"),
+                    *(*others, "--out", str(out), "--resume"),
                 ]
             )
             if failed:

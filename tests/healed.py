@@ -13,11 +13,15 @@ from tokenmerge.merging.places import merge_places
 from tokenmerge.tools.healing.adapter import Adapter
 
 
+def adapter_of(denoiser: Any, merge: Merge) -> Adapter:
+    """An adapter that nothing was trained with."""
+    places = merge_places(denoiser, family_of(denoiser), merge)
+    return Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 2, 0)
+
+
 def healed(denoiser: Any, merge: Merge, path: Path, dtype: torch.dtype = torch.float32) -> Merge:
     """The technique with a LoRA for this denoiser, which is not to be used any more."""
-    places = merge_places(denoiser, family_of(denoiser), merge)
-    blocks = {place.block.name: place.block for place in places if not place.skipped}
-    adapter = Adapter(denoiser, blocks.values(), rank=2, seed=0)
+    adapter = adapter_of(denoiser, merge)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in adapter.weights.values():

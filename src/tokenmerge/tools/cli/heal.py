@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..fields import parse_as
+from ..fields import check_counts, parse_as
 from . import options as shared
 
 
@@ -65,9 +65,12 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from ..drawing.studio import Setup
     from ..healing.run import Healing, heal
 
-    given = {**shared.given(options, Healing), "sources": shared.sources_of(options)}
+    check_counts(**{"denoising-steps": options.denoising_steps})
+    setup = Setup(**{**shared.given(options, Setup), "steps": options.denoising_steps})
+    given = {**shared.given(options, Healing), "setup": setup, "sources": shared.sources_of(options)}
     given["prompts"] = () if options.data is not None else shared.prompts_of(options)
     outcome = heal(Healing(**given), options.out, resume=options.resume)
     if outcome is not None:

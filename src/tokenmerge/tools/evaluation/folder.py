@@ -5,7 +5,7 @@ images/CONFIG/SAMPLE.png      pictures
 values/CONFIG/SAMPLE.json     metrics of one picture
 features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
 reference/NAME.npy            the same of the photographs given with --reference
-sets/CONFIG.json              metrics of sets
+sets/CONFIG.json              metrics of sets, also without a tenth of the prompts at a time
 kinds/CONFIG.json             how many steps of a picture were full, merged, held or skipped
 work/CONFIG/SAMPLE.json       operations of the denoiser in one picture, and the PSNR that Hold estimates of it
 calibration.json              what the mag cache decides by

@@ -17,7 +17,7 @@ from ..files import finite
 from ..loading import best_device
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
-from ..quality.statistics import Estimate, estimate
+from ..quality.statistics import Estimate, estimate, jackknife, without_parts
 from .folder import read_picture
 from .table import figure
 
@@ -109,8 +109,11 @@ def compare_folders(
     }
     if choice.of_kind("set"):
         wanted = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
+        given = torch.stack(features)
+        sets = [given, *(given[left] for left in without_parts(prompts or tests))]
         for metric in choice.of_kind("set"):
-            estimates[metric.name] = Estimate(meter.of_sets(metric, wanted, torch.stack(features)))
+            whole, *without = [meter.of_sets(metric, wanted, each) for each in sets]
+            estimates[metric.name] = jackknife(whole, without)
     counts = (len(originals), len(tests))
     return Comparison(estimates, values, tuple(choice.missing_lines()), counts, prompts is not None)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...planning.drift import SPREAD, Drift
 from ..files import finite
 from ..quality.metrics import METRICS, Choice, Metric
-from ..quality.statistics import Estimate, Worst, estimate, worst
+from ..quality.statistics import Estimate, Worst, estimate, jackknife, worst
 from ..typed import Configuration
 from .folder import Folder, Sample, read_json
 from .yardstick import best_distance, fine_metrics, fine_name
@@ -32,6 +32,7 @@ class Row:
     operations: float | None = None  # of the denoiser in a picture, where they could be counted
     estimated: Drift | None = None  # what Hold's own errors tell of its pictures: the mean
     worst: dict[str, Worst] = field(default_factory=dict)  # of single pictures, by metric of pairs
+    sets: dict[str, list[float]] = field(default_factory=dict)  # figures of the set, first whole, then without parts
 
     @property
     def seconds(self) -> float | None:
@@ -165,11 +166,12 @@ def _row(
         if metric in METRICS and metric.kind == "pair":
             every = [value for each in by_prompt.values() for value in each]
             worst_of[metric.name] = worst(every, higher_is_better=metric.higher_is_better)
+    sets: dict[str, list[float]] = {}
     if folder.sets(configuration).is_file():
         known = read_json(folder.sets(configuration))
         # Another run may have asked for others.
-        asked = [metric.name for metric in metrics if metric.kind == "set" and metric.name in known]
-        estimates |= {name: Estimate(float(known[name])) for name in asked}
+        sets = {m.name: [float(each) for each in known[m.name]] for m in metrics if m.kind == "set" and m.name in known}
+    estimates |= {name: jackknife(values[0], values[1:]) for name, values in sets.items()}
     kinds = read_json(folder.kinds(configuration)) if folder.kinds(configuration).is_file() else {}
     timing = _timing(folder, configuration, settings["repeats"])
     work = [_work(folder, configuration, sample) for sample in samples]
@@ -180,7 +182,7 @@ def _row(
     # Pictures of before that was kept do not say.
     calibrated = all(each.get(CALIBRATED, False) for each in work)
     drift = None if estimated is None else Drift(estimated, SPREAD, calibrated)
-    return Row(configuration, estimates, timing, kinds, operations, drift, worst_of)
+    return Row(configuration, estimates, timing, kinds, operations, drift, worst_of, sets)
 
 
 def _work(folder: Folder, configuration: Configuration, sample: Sample) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ..loading import best_device
 from ..measure import counted_calls, environment, forget_peak_memory, free_memory, peak_memory, timed_calls
 from ..quality.metrics import BY_NAME, Choice, Meter, Metric, Picture, choose_metrics
 from ..quality.networks import Sources
+from ..quality.statistics import without_parts
 from ..typed import Configuration, default_techniques, read_configurations
 from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features
 from .pairs import list_pictures
@@ -49,6 +50,8 @@ class Task(Setup):
     techniques: Sequence[str | Configuration] | None = None  # as typed; without, those of the model's family
     prompts: Sequence[str]
     seeds: Sequence[int] = (0,)
+    # Whether every prompt has one of the seeds to itself, in their order; else each has all of them.
+    paired: bool = False
     ratios: Sequence[float] | None = None
     metrics: Sequence[str] | None = None
     sources: Sources = field(default_factory=Sources)
@@ -69,6 +72,12 @@ class Task(Setup):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise TokenMergeError(f"--seeds are {', '.join(map(str, self.seeds))}; give different ones, as in 0,1,2")
         check_seeds(*self.seeds)
+
+    @property
+    def samples(self) -> list[Sample]:
+        seeds = [(seed,) for seed in self.seeds] if self.paired else [tuple(self.seeds)] * len(self.prompts)
+        each = enumerate(zip(self.prompts, seeds, strict=True))
+        return [Sample(place, prompt, seed) for place, (prompt, its) in each for seed in its]
 
 
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
@@ -123,7 +132,7 @@ class Evaluation:
         if place.type == "cuda":
             # Kernels run on the current device, wherever their tensors are.
             torch.cuda.set_device(place)
-        self.samples = [Sample(place, prompt, seed) for place, prompt in enumerate(task.prompts) for seed in task.seeds]
+        self.samples = task.samples
         self._photographs = list_pictures(task.reference) if task.reference else []
         # The first process fetches what is not here yet, the others find it.
         with processes.first_alone():
@@ -177,6 +186,8 @@ class Evaluation:
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
+            # Only where it is so: evaluations that were begun without a word of it go on.
+            **({"paired": True} if self.task.paired else {}),
             "steps": request.steps,
             "scheduler": self.task.scheduler,
             "reference_steps": self._fine_steps,
@@ -300,20 +311,23 @@ class Evaluation:
             left = [configuration for configuration in left if not configuration.is_plain]
         if not left:
             return
+        keys = [sample.place if len(self.task.prompts) > 1 else sample.seed for sample in self.samples]
         if self._photographs:
             reference = read_features([self.folder.reference(path) for path in self._photographs])
         else:
             reference = self._features(self.configurations[0])
         for configuration in self._progress(left, "sets"):
             features = self._features(configuration)
-            values = {metric.name: self._meter.of_sets(metric, reference, features) for metric in metrics}
+            sets = [features, *(features[left] for left in without_parts(keys))]
+            values = {each.name: [self._meter.of_sets(each, reference, some) for some in sets] for each in metrics}
             known = self._known_of_set(configuration)
             write_text(self.folder.sets(configuration), to_json(_ordered({**known, **values})))
 
     def _lacking(self, configuration: Configuration) -> bool:
         """Whether metrics of its set are to be measured."""
         known = self._known_of_set(configuration)
-        return any(metric.name not in known for metric in self.choice.of_kind("set"))
+        # A number is of an evaluation that left nothing out.
+        return any(not isinstance(known.get(metric.name), list) for metric in self.choice.of_kind("set"))
 
     def _known_of_set(self, configuration: Configuration) -> dict[str, Any]:
         path = self.folder.sets(configuration)

@@ -52,10 +52,11 @@ def conditions(results: Results) -> str:
     width, height = settings["size"]
     scheduler = settings.get("scheduler")
     prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
+    times = ", a seed for each" if settings.get("paired") else f" x {counted(seeds, 'seed')}"
     return (
         f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}"
         f"{f' of {scheduler}' if scheduler else ''}, {settings['dtype']}"
-        f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')} x {counted(seeds, 'seed')}; "
+        f"{f', {_COMPILED[way]}' if way else ''}; {counted(prompts, 'prompt')}{times}; "
         f"{settings['environment']['device']}, torch {settings['environment']['torch']}"
     )
 
@@ -90,8 +91,9 @@ def _circumstances(results: Results) -> list[str]:
         count = len(results.settings["reference"])
         against = f"the {counted(count, 'picture')} of the reference folder" if count else "the plain pictures"
         lines.append(
-            f"FID and KID are against {against}, with {pictures} pictures of each configuration; FID grows as "
-            "pictures become fewer, so compare it only at the same number."
+            f"FID and KID are against {against}, with {pictures} pictures of each configuration; intervals are by "
+            "leaving out a tenth of the prompts at a time. FID grows as pictures become fewer, so compare it only at "
+            "the same number."
         )
     if results.drift:
         lines.append("Of the worst pictures: what one in twenty is as far off as or further, and the furthest.")

@@ -59,25 +59,24 @@ class Adapter:
     def write(self, path: Path, part: str, technique: Merge, dtype: torch.dtype) -> None:
         """The file that `Merge(lora=...)` takes, and `load_lora_weights` too. part: of the pipeline, that has the
         denoiser."""
-        from safetensors.torch import save
+        self._write(path, {f"{part}.{name}": weight.to(dtype) for name, weight in self.state().items()}, technique)
 
-        tensors = {f"{part}.{name}": weight.to(dtype).contiguous() for name, weight in self.state().items()}
-        record = json.dumps(record_of(self.denoiser, self._width, technique))
-        content = save(tensors, {"format": "pt", RECORD: record})
-        write_file(path, lambda file: file.write(content))
-
-    def write_for_comfyui(self, path: Path, dtype: torch.dtype) -> None:
+    def write_for_comfyui(self, path: Path, technique: Merge, dtype: torch.dtype) -> None:
         """The same in the older names by which ComfyUI knows the layers of UNets."""
-        from safetensors.torch import save
-
         tensors = {}
         for name, weight in self.state().items():
             layer, end = name.removesuffix(".weight").rsplit(".", 1)
             layer = f"lora_unet_{layer.replace('.', '_')}"
-            tensors[f"{layer}.{_OLD_NAMES[end]}.weight"] = weight.to(dtype).contiguous()
+            tensors[f"{layer}.{_OLD_NAMES[end]}.weight"] = weight.to(dtype)
             # Divided by the rank, it is what the change is multiplied by.
             tensors[f"{layer}.alpha"] = torch.tensor(float(self._rank))
-        content = save(tensors, {"format": "pt"})
+        self._write(path, tensors, technique)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], technique: Merge) -> None:
+        from safetensors.torch import save
+
+        record = json.dumps(record_of(self.denoiser, self._width, technique))
+        content = save({name: each.contiguous() for name, each in tensors.items()}, {"format": "pt", RECORD: record})
         write_file(path, lambda file: file.write(content))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from ...planning.tables import counted
 from ..drawing.pictures import save_picture
 from ..drawing.studio import Studio
 from ..evaluation.pairs import list_pictures
-from ..files import write_text
+from ..files import digest_of, write_text
 
 # Of the pictures, that may be unreadable; more of them tell of another mistake.
 _UNREADABLE = 0.1
@@ -27,13 +28,20 @@ _CAPTION = ".txt"
 class Item:
     """A picture, and what it shows."""
 
-    picture: Path
+    picture: Path | None
     caption: str
 
     def load(self, width: int, height: int) -> Image.Image:
         """The picture at a size: its middle, as much as fits."""
+        if self.picture is None:
+            return Image.new("RGB", (width, height))
         with Image.open(self.picture) as picture:
-            return ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+            upright = ImageOps.exif_transpose(picture).convert("RGB")
+            return ImageOps.fit(upright, (width, height), Image.Resampling.LANCZOS)
+
+
+# A picture of nothing, to try with.
+BLANK = Item(None, "")
 
 
 def read_items(source: Path) -> list[Item]:
@@ -42,7 +50,8 @@ def read_items(source: Path) -> list[Item]:
     Pictures that cannot be read are named and left out; more than a tenth are refused.
     """
     paths = list_pictures(source) if source.is_dir() else _listed(source)
-    unreadable = [path for path in paths if not _is_readable(path)]
+    readable = {path: _is_readable(path) for path in paths}
+    unreadable = [path for path in paths if not readable[path]]
     if unreadable:
         named = ", ".join(str(path) for path in unreadable[:_NAMED]) + (", ..." if len(unreadable) > _NAMED else "")
         share = len(unreadable) / len(paths)
@@ -50,16 +59,29 @@ def read_items(source: Path) -> list[Item]:
         if share > _UNREADABLE:
             raise TokenMergeError(f"{told}; at most {_UNREADABLE:.0%} are left out: mend or remove them")
         print(f"tokenmerge: {told}: left out", file=sys.stderr)
-    return [Item(path, _caption(path)) for path in paths if path not in unreadable]
+    return [Item(path, _caption(path)) for path in paths if readable[path]]
+
+
+def digest_items(items: Sequence[Item]) -> str:
+    """The same for pictures of the same names, content and captions in the same order."""
+    digest = hashlib.sha256()
+    for item in items:
+        assert item.picture is not None
+        digest.update(f"{item.picture.name} {digest_of(item.picture)} {item.caption}\n".encode())
+    return f"{len(items)} ({digest.hexdigest()[:16]})"
+
+
+def check_number(pictures: int, held_out: int) -> None:
+    """Refuse to hold out all pictures."""
+    if pictures <= held_out:
+        raise TokenMergeError(
+            f"there are {counted(pictures, 'picture')}, and {held_out} are held out; give more, or a smaller --held-out"
+        )
 
 
 def split(items: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
     """Those to train with, and so many that training does not see."""
-    if len(items) <= held_out:
-        raise TokenMergeError(
-            f"there are {counted(len(items), 'picture')}, and {held_out} are held out; give more, or a smaller "
-            "--held-out"
-        )
+    check_number(len(items), held_out)
     order = list(items)
     random.Random(seed).shuffle(order)
     return order[held_out:], order[:held_out]
@@ -105,4 +127,7 @@ def _is_readable(path: Path) -> bool:
 
 def _caption(path: Path) -> str:
     beside = path.with_suffix(_CAPTION)
-    return beside.read_text(encoding="utf-8").strip() if beside.is_file() else ""
+    try:
+        return beside.read_text(encoding="utf-8-sig").strip() if beside.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenMergeError(f"caption {beside} cannot be read ({error}); write it in UTF-8, or remove it") from error

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ...errors import TokenMergeError
 from ..measure import forget_peak_memory, free_memory, peak_memory
-from .noising import NoisedCall
+from .data import BLANK
 from .training import Trainer
 
 # Of what is free, that may be used: what lies between kept tensors is not.
 _USABLE = 0.9
 _GIB = 2**30
+_PROCESS = Path("/proc/self")
 
 
-def check_memory(trainer: Trainer, call: NoisedCall, batch: int, device: torch.device) -> None:
-    """Refuse a batch that would not fit, with one that does. call: of a single picture."""
+@contextmanager
+def told_memory(device: torch.device) -> Iterator[None]:
+    """Tell what to do where not even one picture fits."""
     try:
-        each = _bytes_of_one(trainer, call, device)
+        yield
     except torch.OutOfMemoryError as error:
         raise TokenMergeError(
             f"{device} has too little memory to train with a single picture; use a smaller --size or --rank"
         ) from error
+
+
+def check_memory(trainer: Trainer, batch: int, device: torch.device) -> None:
+    """Refuse a batch that would not fit, with one that does; where memory can be told."""
+    each, free = bytes_of_one(trainer, device), _free_bytes(device)
     # The optimizer keeps two numbers for every weight, beside its gradient.
     kept = 3 * sum(weight.numel() * weight.element_size() for weight in trainer.adapter.weights.values())
-    free = _free_bytes(device)
-    if free is None or kept + batch * each <= _USABLE * free:
+    if each is None or free is None or kept + batch * each <= _USABLE * free:
         return
     fits = int((_USABLE * free - kept) / each)
     needs, there = ((kept + batch * each) / _GIB, free / _GIB)
@@ -38,22 +47,28 @@ def check_memory(trainer: Trainer, call: NoisedCall, batch: int, device: torch.d
     )
 
 
-def _bytes_of_one(trainer: Trainer, call: NoisedCall, device: torch.device) -> int:
-    """What a step takes for a single picture: measured on a GPU, elsewhere counted from what a backward pass keeps."""
-    kept: dict[int, int] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+def bytes_of_one(trainer: Trainer, device: torch.device) -> int | None:
+    """What a step takes for a single picture, at its peak; None where it cannot be known."""
+    call = trainer.call([BLANK], random.Random(0))
     free_memory(device)
-    forget_peak_memory(device)
-    before = peak_memory(device)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        trainer.rehearse(call)
-    after = peak_memory(device)
-    return sum(kept.values()) if before is None or after is None else after - before
+    before = _used(device)
+    trainer.rehearse(call)
+    after = peak_memory(device) if device.type == "cuda" else _kilobytes(_PROCESS / "status", "VmHWM")
+    return None if before is None or after is None else max(1, after - before)
+
+
+def _used(device: torch.device) -> int | None:
+    """What is in use now. The peak begins anew."""
+    if device.type == "cuda":
+        forget_peak_memory(device)
+        return peak_memory(device)
+    try:
+        # What was freed and kept for later would hide as much of what comes.
+        ctypes.CDLL(None).malloc_trim(0)
+        (_PROCESS / "clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return None
+    return _kilobytes(_PROCESS / "status", "VmRSS")
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -61,8 +76,12 @@ def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    told = Path("/proc/meminfo")
-    if device.type != "cpu" or not told.is_file():
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable") if device.type == "cpu" else None
+
+
+def _kilobytes(file: Path, name: str) -> int | None:
+    """A figure of Linux, in bytes."""
+    if not file.is_file():
         return None
-    lines = dict(line.split(":", 1) for line in told.read_text(encoding="utf-8").splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    lines = dict(line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines() if ":" in line)
+    return int(lines[name].split()[0]) * 1024

@@ -1,17 +1,20 @@
 """Noised pictures as a model's own pipeline gives them to its denoiser.
 
 The image-to-image pipeline of the same family encodes pictures and prompts, adds the noise of a step and calls the
-denoiser. That call is taken, and the pipeline stopped. So noise, scaling, packing and conditions are its own.
+denoiser. That call is taken, and the pipeline stopped. So noise, scaling, packing and conditions are its own. What
+encoders made is kept, or a GPU would wait for them in every step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ...config import Merge
@@ -19,6 +22,10 @@ from ...errors import TokenMergeError
 from ...families import denoiser_of, denoisers_of
 from ..drawing.request import Request
 from ..loading import image_to_image
+from .data import BLANK, Item
+
+# Bytes of encoded pictures and prompts that are kept.
+_ROOM = 4 * 2**30
 
 
 class NoisedCall(NamedTuple):
@@ -49,8 +56,16 @@ class Noising:
         if len(denoisers_of(pipe)) > 1:
             raise TokenMergeError(f"{type(pipe).__name__} has two denoisers, and heal trains one; use another model")
         self._pipe = image_to_image(pipe)
+        if not hasattr(self._pipe, "get_timesteps"):
+            raise TokenMergeError(
+                f"{type(self._pipe).__name__} takes pictures as references and not noised; use another model, such as "
+                "those of SD, SDXL, SD3 and Flux"
+            )
         self._pipe.set_progress_bar_config(disable=True)
-        self._request = request
+        accepted = inspect.signature(self._pipe.__call__).parameters
+        arguments = {**request.arguments(pipe), "output_type": "latent"}
+        self._arguments = {name: value for name, value in arguments.items() if name in accepted}
+        self._size = request.width, request.height
         shares = [step / request.steps for step in range(request.steps)]
         self.steps = [step for step, share in enumerate(shares) if merge.start <= share < merge.stop]
         if not self.steps:
@@ -58,30 +73,108 @@ class Noising:
                 f"merging acts from {merge.start:g} to {merge.stop:g} of the schedule, which is none of "
                 f"{request.steps} steps; use a wider window"
             )
+        self._kept = _Kept(_ROOM)
+        # Guidance has rows without the caption in the same call, or makes another call for them.
+        self.guided = self.call([BLANK], [""], self.steps[0], 0).rows > 1
 
-    def call(self, pictures: Sequence[Image.Image], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
+    def call(self, items: Sequence[Item], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
         """The denoiser's call for a batch of pictures with the noise of a step."""
-        request = self._request
-        arguments = {
-            **request.defaults.call,
-            "prompt": list(captions),
-            "image": list(pictures),
-            "strength": 1.0 - step / request.steps,
-            "num_inference_steps": request.steps,
-            "width": request.width,
-            "height": request.height,
-            "generator": [torch.Generator().manual_seed(seed + place) for place in range(len(pictures))],
-            "output_type": "latent",
-        }
-        accepted = inspect.signature(self._pipe.__call__).parameters
-        handle = denoiser_of(self._pipe).register_forward_pre_hook(_take, with_kwargs=True, prepend=True)
-        try:
-            self._pipe(**{name: value for name, value in arguments.items() if name in accepted})
-        except _Taken as taken:
-            return taken.call
-        finally:
-            handle.remove()
-        raise TokenMergeError(f"{type(self._pipe).__name__} did not call its denoiser; use another model")
+        width, height = self._size
+        latents = iter([self._kept.get(item.picture, partial(self._encoded, item)) for item in items])
+
+        def encode(image: Tensor, *_: Any, **__: Any) -> SimpleNamespace:
+            """The kept ones, for as many pictures as are given."""
+            found = torch.cat([next(latents)[0] for _ in image])
+            return SimpleNamespace(latents=found.to(image.device, image.dtype))
+
+        blank = torch.zeros(len(items), 3, height, width, device=self._pipe._execution_device)
+        return self._taken(blank, captions, step, seed, encode)
+
+    def _encoded(self, item: Item) -> tuple[Tensor]:
+        """The latents of a picture, before the pipeline scales them."""
+        encode_image, found = self._pipe.vae.encode, []
+
+        def encode(*args: Any, **kwargs: Any) -> Any:
+            output = encode_image(*args, **kwargs)
+            found.append(output.latent_dist.mode() if hasattr(output, "latent_dist") else output.latents)
+            return output
+
+        self._taken([item.load(*self._size)], [""], self.steps[0], 0, encode)
+        return (found[0].cpu(),)
+
+    def _taken(
+        self, images: Any, captions: Sequence[str], step: int, seed: int, encode: Callable[..., Any]
+    ) -> NoisedCall:
+        """The call that the pipeline makes. encode: of pictures, in place of the autoencoder's own."""
+        pipe = self._pipe
+        generators = [torch.Generator().manual_seed(seed + place) for place in range(len(captions))]
+        arguments = {**self._arguments, "prompt": list(captions), "image": images, "generator": generators}
+        with ExitStack() as undo:
+            undo.callback(denoiser_of(pipe).register_forward_pre_hook(_take, with_kwargs=True, prepend=True).remove)
+            undo.enter_context(_replaced(pipe, "get_timesteps", partial(_timesteps_from, pipe.scheduler, step)))
+            undo.enter_context(_replaced(pipe, "encode_prompt", partial(self._encode_prompt, pipe.encode_prompt)))
+            undo.enter_context(_replaced(pipe.vae, "encode", encode))
+            try:
+                pipe(**arguments)
+            except _Taken as taken:
+                return taken.call
+        raise TokenMergeError(f"{type(pipe).__name__} did not call its denoiser; use another model")
+
+    def _encode_prompt(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Every caption by itself: what it comes to may not depend on those that were known."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        captions = given.arguments["prompt"]
+        rows = []
+        for caption in [captions] if isinstance(captions, str) else captions:
+            given.arguments["prompt"] = [caption]
+            rows.append(self._kept.get(caption, lambda: _on_cpu(original(*given.args, **given.kwargs))))
+        return tuple(_stacked(parts, self._pipe._execution_device) for parts in zip(*rows, strict=True))
+
+
+def _timesteps_from(scheduler: Any, step: int, count: int, *_: Any, **__: Any) -> tuple[Tensor, int]:
+    """Those of a step and all after it, in place of those that a strength tells: no strength tells the pipelines of all
+    families the same step."""
+    scheduler.set_begin_index(step * scheduler.order)
+    return scheduler.timesteps[step * scheduler.order :], count - step
+
+
+class _Kept:
+    """What was encoded before, as far as there is room: tuples of tensors on the CPU, and of what else there is."""
+
+    def __init__(self, room: int) -> None:
+        self._values: dict[Any, tuple[Any, ...]] = {}
+        self._room = room
+
+    def get(self, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        if key in self._values:
+            return self._values[key]
+        value = make()
+        size = sum(each.nbytes for each in value if isinstance(each, Tensor))
+        if size <= self._room:
+            self._room -= size
+            self._values[key] = value
+        return value
+
+
+def _stacked(parts: Sequence[Any], device: torch.device) -> Any:
+    """What was encoded of each prompt, together; or what all share, such as positions of text."""
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    return (torch.cat(list(parts)) if parts[0].shape[0] == 1 else parts[0]).to(device)
+
+
+def _on_cpu(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(each.cpu() if isinstance(each, Tensor) else each for each in values)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A function in place of a method of an object."""
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
 
 
 def _take(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

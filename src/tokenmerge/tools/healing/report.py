@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from ..evaluation.results import Results
 from ..evaluation.table import markdown
 from ..files import finite, to_json, write_text
 from ..quality.metrics import BY_NAME
+from ..quality.statistics import Estimate, jackknife
+from ..typed import PLAIN
+from .training import Progress
 
 # Pictures of each kind in the strip, and shares of the steps whose losses are told.
 _SHOWN, _PARTS = 4, 10
@@ -28,17 +31,33 @@ class Outcome:
     lora: Path
     settings: Mapping[str, Any]
     pictures: int  # that were trained with
-    losses: Sequence[float]
-    error: Mapping[str, float]  # of held-out pictures: the loss merged, and healed
+    progress: Progress
     results: Results
     environment: Mapping[str, str]
 
     @property
     def loss(self) -> list[float]:
         """The mean loss of every tenth of the steps."""
-        size = max(1, len(self.losses) // _PARTS)
-        parts = [self.losses[first : first + size] for first in range(0, len(self.losses), size)]
+        losses = self.progress.losses
+        size = max(1, len(losses) // _PARTS)
+        parts = [losses[first : first + size] for first in range(0, len(losses), size)]
         return [sum(part) / len(part) for part in parts]
+
+    @property
+    def fid_loss(self) -> dict[str, Estimate]:
+        """How much farther in FID merged and healed pictures are than plain ones, and the share that healing cuts."""
+        found = {row.configuration.label: row.sets.get("fid", []) for row in self.results.rows}
+        merged, healed = found["merged"], found["healed"]
+        # Plain pictures are themselves the reference where there are no photographs.
+        plain = found[PLAIN] or [0.0] * len(merged)
+        losses = {
+            "merged": [each - base for each, base in zip(merged, plain, strict=True)],
+            "healed": [each - base for each, base in zip(healed, plain, strict=True)],
+        }
+        if all(losses["merged"]):
+            pairs = zip(losses["healed"], losses["merged"], strict=True)
+            losses["cut"] = [1.0 - after / before for after, before in pairs]
+        return {name: jackknife(values[0], values[1:]) for name, values in losses.items() if values}
 
     def to_dict(self) -> Any:
         return finite(
@@ -47,16 +66,33 @@ class Outcome:
                 "settings": dict(self.settings),
                 "pictures": self.pictures,
                 "loss": self.loss,
-                "held_out_loss": dict(self.error),
+                "held_out_loss": self.progress.held_out,
+                "fid_loss": {name: vars(value) for name, value in self.fid_loss.items()},
                 "results": [row.to_dict() for row in self.results.rows],
                 "environment": dict(self.environment),
             }
         )
 
     def __str__(self) -> str:
-        before, after = self.error["merged"], self.error["healed"]
-        told = f"Loss of held-out pictures: {before:.4g} merged, {after:.4g} healed ({1 - after / before:.0%} less)."
-        return f"{told}\n\n{markdown(self.results)}"
+        return f"Loss of held-out pictures: {self.held_out}.\n\n{self.figures}"
+
+    @property
+    def held_out(self) -> str:
+        before, after = self.progress.held_out["merged"], self.progress.held_out["healed"]
+        return f"{before:.4g} merged, {after:.4g} healed ({1 - after / before:.0%} less)"
+
+    @property
+    def figures(self) -> str:
+        """The table of the pictures, under what merging and healing come to in FID, if that was measured."""
+        loss = self.fid_loss
+        if "cut" not in loss:
+            return markdown(self.results)
+        merged, healed, cut = (_told(loss[name], unit) for name, unit in (("merged", 1), ("healed", 1), ("cut", 100)))
+        text = f"FID loss against plain pictures: {merged} merged, {healed} healed ({cut} % less)."
+        noise = loss["merged"].interval
+        if noise is None or loss["merged"].mean <= noise:
+            text += " The loss does not exceed its noise, so the cut says nothing: hold out more pictures."
+        return f"{text}\n\n{markdown(self.results)}"
 
 
 def write_outcome(outcome: Outcome, out: Path) -> None:
@@ -94,8 +130,7 @@ def _card(outcome: Outcome) -> str:
         "training": f"{settings['steps']} steps of {settings['batch']} x {settings['processes']} pictures, "
         f"{width}x{height}, rank {settings['rank']}, learning rate {settings['lr']:g}",
         "loss, by tenths of the steps": ", ".join(f"{each:.4g}" for each in outcome.loss),
-        f"loss of {settings['held_out']} held-out pictures": f"{outcome.error['merged']:.4g} merged, "
-        f"{outcome.error['healed']:.4g} healed",
+        "loss of held-out pictures": outcome.held_out,
         "measured on": ", ".join(f"{name} {value}" for name, value in outcome.environment.items()),
     }
     return f"""# A LoRA that heals merging
@@ -110,9 +145,15 @@ tokenmerge.apply(pipe, Merge({fields}, lora="{outcome.lora.name}"))
 
 Pictures of held-out captions, with seeds that training has not seen, against the plain model's:
 
-{markdown(outcome.results)}
+{outcome.figures}
 
 ![plain, merged and healed](strip.png)
 
 `evaluation/report.html` has all pictures. A LoRA inherits the licences of its base model and its data.
 """
+
+
+def _told(value: Estimate, unit: float) -> str:
+    """A figure and its interval, in units."""
+    mean = f"{unit * value.mean:.1f}"
+    return mean if value.interval is None else f"{mean} ± {unit * value.interval:.1f}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,36 @@ from ...families import denoiser_of, family_of
 from ...merging.places import merge_places
 from ..drawing.studio import Setup, Studio
 from ..evaluation.folder import Folder, interrupted, read_json, tell_new
+from ..evaluation.pairs import list_pictures
 from ..evaluation.plots import check_plots
 from ..evaluation.run import Task, evaluate
 from ..fields import check_counts, check_seeds
 from ..files import PARTIAL, check_folder, to_json, write_text
 from ..loading import best_device
-from ..measure import environment
-from ..quality.networks import Sources
+from ..measure import environment, free_memory
+from ..quality.networks import Missing, Sources, find_network
 from ..typed import Configuration, read_typed
 from .adapter import Adapter
-from .data import Item, draw_items, read_items, split
-from .memory import check_memory
+from .data import Item, check_number, digest_items, draw_items, read_items, split
+from .memory import check_memory, told_memory
 from .noising import NoisedCall, Noising
 from .report import Outcome, write_outcome
 from .training import Lessons, Progress, Trainer, train
 
 LORA = "lora.safetensors"
 LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
-_CHECKPOINT = "checkpoint.pt"
-# Noise levels at which the loss of a held-out picture is measured.
-_LEVELS = 4
+_CHECKPOINT, _RECORD = "checkpoint.pt", "run.json"
+# Held-out pictures whose loss is measured, each at so many noise levels.
+_MEASURED, _LEVELS = 16, 4
 # Seeds of pictures for the report, which none for training has.
 _UNSEEN = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Healing(Setup):
-    """What was asked for. `steps` are those of training; `denoising_steps` those of a picture."""
+class Healing:
+    """What was asked for. `steps` are those of training; `setup` has those of a picture."""
 
+    setup: Setup
     merge: str | None = None  # as typed; without, the preset of the model's family
     data: Path | None = None  # a folder or a list; without, the plain model draws
     prompts: Sequence[str] = ()
@@ -56,26 +57,18 @@ class Healing(Setup):
     lr: float = 5e-4
     seed: int = 0
     every: int = 100
-    denoising_steps: int | None = None
     reference: Path | None = None
     sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(number=self.number, rank=self.rank, batch=self.batch, every=self.every)
-        check_counts(1, **{"held-out": self.held_out, "denoising-steps": self.denoising_steps})
-        check_seeds(self.seed, self.seed + self.number)
+        check_counts(number=self.number, rank=self.rank, steps=self.steps, batch=self.batch, every=self.every)
+        check_counts(**{"held-out": self.held_out})
+        check_seeds(self.seed, _UNSEEN + self.seed + max(self.number, self.held_out))
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
             raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
-        if self.dtype == "float16":
+        if self.setup.dtype == "float16":
             raise TokenMergeError("--dtype is float16, in which gradients vanish; use bfloat16 or float32")
-
-    @property
-    def drawn_with(self) -> dict[str, Any]:
-        """What pictures depend on."""
-        own = {name: getattr(self, name) for name in ("model", "size", "guidance", "device", "dtype", "threads")}
-        return {**own, "steps": self.denoising_steps}
 
 
 def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
@@ -98,7 +91,7 @@ def _accelerator(asked: Healing) -> Any:
         from accelerate import Accelerator
     except ImportError as error:
         raise TokenMergeError("heal needs peft and accelerate: pip install tokenmerge[heal]") from error
-    return Accelerator(cpu=best_device(asked.device).type == "cpu", mixed_precision="no")
+    return Accelerator(cpu=best_device(asked.setup.device).type == "cpu", mixed_precision="no")
 
 
 class _Run:
@@ -107,46 +100,60 @@ class _Run:
     def __init__(self, asked: Healing, out: Path, accelerator: Any, resume: bool) -> None:
         self.asked = asked
         self.out = out
+        self._checkpoint = out / _CHECKPOINT
         self._accelerator = accelerator
         self._is_first = accelerator.is_main_process
-        device = best_device(asked.device) if accelerator.num_processes == 1 else accelerator.device
-        self._studio = studio = Studio(Setup(**asked.drawn_with), device)
+        device = best_device(asked.setup.device) if accelerator.num_processes == 1 else accelerator.device
+        self._studio = studio = Studio(asked.setup, device)
         self.merge = _merge_of(asked.merge or studio.outline.family.merging)
         # Everything that can be refused is refused before pictures are drawn.
         studio.check(Configuration("merged", Techniques(self.merge)))
         if studio.outline.family.frames > 1:
-            raise TokenMergeError(f"{asked.model!r} makes videos, and heal trains on pictures; use another model")
+            raise TokenMergeError(f"{asked.setup.model!r} makes videos, and heal trains on pictures; use another model")
+        _check_reference(asked)
+        self._items = [] if asked.data is None else read_items(asked.data)
+        check_number(len(self._items) or asked.number, asked.held_out)
+        self._settings = self._read_settings()
         if self._is_first:
-            self._begin(resume)
+            self._check_begun(resume)
+        with told_memory(device):
+            self._trainer = self._prepared()
+            self._progress = self._trainer.restore(self._checkpoint) if self._checkpoint.is_file() else Progress()
+            if self._progress.step < asked.steps:
+                check_memory(self._trainer, asked.batch, device)
+        if self._is_first:
+            for left_over in out.rglob(f"*{PARTIAL}"):
+                left_over.unlink()
+            write_text(out / _RECORD, to_json(self._settings, indent=2))
         accelerator.wait_for_everyone()
 
-    def _begin(self, resume: bool) -> None:
-        """Keep what was asked for; or, to go on, see that it is what was asked for before."""
-        record = self.out / "run.json"
-        settings = json.loads(to_json(self._settings()))
-        before = read_json(record, "give another --out") if record.is_file() else None
-        if before is None and resume:
-            tell_new(self.out)
-        if before is not None and not resume:
+    def _check_begun(self, resume: bool) -> None:
+        """See that what is there goes on, and is what was asked for before."""
+        if not (self.out / _RECORD).is_file():
+            if resume:
+                tell_new(self.out)
+            return
+        if not resume:
             raise TokenMergeError(f"{self.out} holds a run of heal; add --resume to go on with it, or another --out")
-        for name in settings if before is not None else ():
-            if before is not None and before.get(name) != settings[name]:
+        before = read_json(self.out / _RECORD, "give another --out")
+        for name, now in json.loads(to_json(self._settings)).items():
+            if before.get(name) != now:
                 raise TokenMergeError(
-                    f"{self.out} was begun with {name} {before.get(name)}, not {settings[name]}; ask for the same, or "
-                    "give another --out"
+                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; ask for the same, or give "
+                    "another --out"
                 )
-        for left_over in self.out.rglob(f"*{PARTIAL}"):
-            left_over.unlink()
-        write_text(record, to_json(settings, indent=2))
 
-    def _settings(self) -> dict[str, Any]:
+    def _read_settings(self) -> dict[str, Any]:
         """Everything that training depends on."""
         asked, request = self.asked, self._studio.request
-        names = ("model", "number", "held_out", "rank", "steps", "batch", "lr", "seed", "guidance")
+        names = ("number", "held_out", "rank", "steps", "batch", "lr", "seed")
         return {
+            "model": asked.setup.model,
             **{name: getattr(asked, name) for name in names},
+            "guidance": asked.setup.guidance,
             "merge": self.merge.to_dict(),
             "data": None if asked.data is None else str(asked.data),
+            "pictures": None if asked.data is None else digest_items(self._items),
             "prompts": list(asked.prompts) if asked.data is None else [],
             "denoising_steps": request.steps,
             "size": [request.width, request.height],
@@ -154,85 +161,84 @@ class _Run:
             "processes": self._accelerator.num_processes,
         }
 
+    def _prepared(self) -> Trainer:
+        """The model, ready to train."""
+        denoiser = denoiser_of(self._studio.pipe)
+        places = merge_places(denoiser, family_of(denoiser), self.merge)
+        blocks = {place.block.name: place.block for place in places if not place.skipped}
+        noising = Noising(self._studio.pipe, self._studio.request, self.merge)
+        adapter = Adapter(denoiser, blocks.values(), self.asked.rank, self.asked.seed)
+        return Trainer(adapter, noising, self.merge, self._studio.device, self._studio.dtype)
+
     def do(self) -> Outcome | None:
-        items, held_out = split(self._items(), self.asked.held_out, self.asked.seed)
-        losses, error = self._train(items, held_out)
+        if self.asked.data is None:
+            self._items = self._drawn()
+        items, held_out = split(self._items, self.asked.held_out, self.asked.seed)
+        progress = self._train(items, held_out)
         # Their memory is the evaluation's now.
         device = self._studio.device
-        del self._studio
-        results = evaluate(self._task(held_out), self.out / "evaluation", resume=self._evaluation_begun())
+        del self._studio, self._trainer
+        free_memory(device)
+        evaluation = self.out / "evaluation"
+        results = evaluate(self._task(held_out), evaluation, resume=Folder(evaluation).begun() is not None)
         if results is None:
             return None
-        outcome = Outcome(self.out / LORA, self._told, len(items), losses, error, results, environment(device))
+        outcome = Outcome(self.out / LORA, self._settings, len(items), progress, results, environment(device))
         write_outcome(outcome, self.out)
         return outcome
 
-    def _items(self) -> list[Item]:
-        """The pictures; those that the plain model has to draw are drawn by the first process."""
-        asked, folder = self.asked, self.asked.data or self.out / "pictures"
-        if asked.data is None:
-            if self._is_first:
-                self._studio.pipe.set_progress_bar_config(disable=True)
-                draw_items(self._studio, asked.prompts, asked.number, asked.seed, folder)
-            self._accelerator.wait_for_everyone()
+    def _drawn(self) -> list[Item]:
+        """The plain model's own pictures, which the first process draws."""
+        asked, folder = self.asked, self.out / "pictures"
+        if self._is_first:
+            self._studio.pipe.set_progress_bar_config(disable=True)
+            self._trainer.adapter.enable(False)
+            draw_items(self._studio, asked.prompts, asked.number, asked.seed, folder)
+            self._trainer.adapter.enable(True)
+        self._accelerator.wait_for_everyone()
         return read_items(folder)
 
-    def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> tuple[list[float], dict[str, float]]:
-        """Train, and write the LoRA. Returns the losses, and those of held-out pictures before and after."""
-        asked, studio, path = self.asked, self._studio, self.out / _CHECKPOINT
-        self._told = self._settings()
-        pipe, denoiser = studio.pipe, denoiser_of(studio.pipe)
-        noising = Noising(pipe, studio.request, self.merge)
-        places = merge_places(denoiser, family_of(denoiser), self.merge)
-        blocks = {place.block.name: place.block for place in places if not place.skipped}
-        adapter = Adapter(denoiser, blocks.values(), asked.rank, asked.seed)
-        request = studio.request
-        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed, request.width, request.height)
-        trainer = Trainer(adapter, noising, self.merge, lessons, studio.device, studio.dtype)
-        progress = trainer.restore(path) if path.is_file() else Progress()
-        if progress.step < asked.steps:
-            trial = trainer.call(items[:1], random.Random(asked.seed))
-            check_memory(trainer, trial, asked.batch, studio.device)
-        model = denoiser
+    def _train(self, items: Sequence[Item], held_out: Sequence[Item]) -> Progress:
+        """Train, measure the loss of held-out pictures, and write the LoRA."""
+        asked, trainer, progress = self.asked, self._trainer, self._progress
+        model = denoiser = trainer.adapter.denoiser
         processes, process = self._accelerator.num_processes, self._accelerator.process_index
         if processes > 1:
             model = self._accelerator.prepare(denoiser)
 
         def keep(progress: Progress) -> None:
             if self._is_first:
-                trainer.save(path, progress)
+                trainer.save(self._checkpoint, progress)
 
-        train(trainer, model, progress, keep, every=asked.every, process=process, processes=processes)
-        calls = _held_out_calls(trainer, held_out, noising.steps, asked.seed)
-        error = {name: trainer.error(calls, healed=healed) for name, healed in (("merged", False), ("healed", True))}
+        lessons = Lessons(items, asked.steps, asked.batch, asked.lr, asked.seed)
+        train(trainer, lessons, model, progress, keep, every=asked.every, process=process, processes=processes)
         if self._is_first:
-            part = next(name for name in ("unet", "transformer") if getattr(pipe, name, None) is denoiser)
-            dtype = getattr(torch, studio.dtype)
-            adapter.write(self.out / LORA, part, self.merge, dtype)
+            if not progress.held_out:
+                progress.held_out = trainer.errors(held_out_calls(trainer.noising, held_out, asked.seed))
+                keep(progress)
+            part = next(name for name in ("unet", "transformer") if getattr(self._studio.pipe, name, None) is denoiser)
+            dtype = getattr(torch, self._studio.dtype)
+            trainer.adapter.write(self.out / LORA, part, self.merge, dtype)
             if part == "unet":
-                adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, dtype)
+                trainer.adapter.write_for_comfyui(self.out / LORA_FOR_COMFYUI, self.merge, dtype)
         self._accelerator.wait_for_everyone()
-        return progress.losses, error
+        return progress
 
     def _task(self, held_out: Sequence[Item]) -> Task:
         """Pictures of held-out captions, plain, merged and healed."""
         healed = self.merge.replace(lora=self.out / LORA)
-        techniques = [
-            Configuration("merged", Techniques(self.merge)),
-            Configuration("healed", Techniques(healed)),
-        ]
+        techniques = {"merged": Techniques(self.merge), "healed": Techniques(healed)}
         return Task(
-            **self.asked.drawn_with,
-            techniques=techniques,
+            **vars(self.asked.setup),
+            techniques=[Configuration(*each) for each in techniques.items()],
             prompts=tuple(item.caption for item in held_out),
-            seeds=(_UNSEEN + self.asked.seed,),
+            # Captions may be alike, or none.
+            seeds=range(_UNSEEN + self.asked.seed, _UNSEEN + self.asked.seed + len(held_out)),
+            paired=True,
             reference=self.asked.reference,
             sources=self.asked.sources,
             repeats=0,
         )
-
-    def _evaluation_begun(self) -> bool:
-        return Folder(self.out / "evaluation").begun() is not None
 
 
 def _merge_of(typed: str) -> Merge:
@@ -246,11 +252,22 @@ def _merge_of(typed: str) -> Merge:
     return merge
 
 
-def _held_out_calls(trainer: Trainer, items: Sequence[Item], steps: Sequence[int], seed: int) -> list[NoisedCall]:
-    """Held-out pictures at noise levels of the whole window, the same in every run."""
+def _check_reference(asked: Healing) -> None:
+    """Refuse photographs that could not be measured against, which nobody would notice before the end."""
+    if asked.reference is None:
+        return
+    list_pictures(asked.reference)
+    network = find_network("inception", asked.sources)
+    if isinstance(network, Missing):
+        raise TokenMergeError(
+            f"--reference is for FID and KID, whose network is missing: {network.reason}; or leave --reference out"
+        )
+
+
+def held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> Iterator[NoisedCall]:
+    """Some held-out pictures at noise levels of the whole window, the same in every run."""
+    steps = noising.steps
     chosen = [steps[(2 * place + 1) * len(steps) // (2 * _LEVELS)] for place in range(_LEVELS)]
-    return [
-        trainer.call_at([item], [item.caption], step, seed + number)
-        for number, item in enumerate(items)
-        for step in dict.fromkeys(chosen)
-    ]
+    for number, item in enumerate(items[:_MEASURED]):
+        for step in dict.fromkeys(chosen):
+            yield noising.call([item], [item.caption], step, seed + number)

@@ -6,10 +6,12 @@ What a step does follows from the seed and its number alone, so that a run that 
 from __future__ import annotations
 
 import math
+import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,6 @@ class Lessons:
     batch: int
     lr: float
     seed: int
-    width: int
-    height: int
 
     def rate(self, step: int) -> float:
         """The learning rate: it rises, then falls as a cosine."""
@@ -59,9 +59,15 @@ class Lessons:
 
     def _at(self, place: int) -> Item:
         turn, place = divmod(place, len(self.items))
-        order = list(range(len(self.items)))
-        random.Random(f"{self.seed} {turn}").shuffle(order)
-        return self.items[order[place]]
+        return self.items[_order(f"{self.seed} {turn}", len(self.items))[place]]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: str, count: int) -> list[int]:
+    """Of a round. A batch may lie in two."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @dataclass
@@ -70,47 +76,41 @@ class Progress:
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)  # losses of held-out pictures, once all is trained
 
 
 class Trainer:
     """A denoiser with an adapter, and the calls it learns from."""
 
-    def __init__(
-        self, adapter: Adapter, noising: Noising, merge: Merge, lessons: Lessons, device: torch.device, dtype: str
-    ) -> None:
+    def __init__(self, adapter: Adapter, noising: Noising, merge: Merge, device: torch.device, dtype: str) -> None:
         self.adapter = adapter
-        self.lessons = lessons
-        self._noising = noising
+        self.noising = noising
         # Calls are drawn from its window, and are no steps of a schedule.
         self._merge = merge.replace(start=0.0, stop=1.0)
         self._device = device
         self._half = None if dtype == "float32" else getattr(torch, dtype)
-        self.optimizer = torch.optim.AdamW(adapter.weights.values(), lr=lessons.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(adapter.weights.values(), weight_decay=0.0)
         adapter.denoiser.enable_gradient_checkpointing()
 
     def call(self, items: Sequence[Item], rng: random.Random) -> NoisedCall:
         """Pictures with the noise of some step that merges."""
-        step, seed = rng.choice(self._noising.steps), rng.randrange(2**31)
-        captions = [item.caption for item in items]
-        call = self.call_at(items, captions, step, seed)
-        empty = ["" if rng.random() < _EMPTY else caption for caption in captions]
-        if call.rows > len(items) or empty == captions:
-            return call
-        return self.call_at(items, empty, step, seed)
-
-    def call_at(self, items: Sequence[Item], captions: Sequence[str], step: int, seed: int) -> NoisedCall:
-        """Pictures with the noise of one step."""
-        pictures = [item.load(self.lessons.width, self.lessons.height) for item in items]
-        return self._noising.call(pictures, captions, step, seed)
+        step, seed = rng.choice(self.noising.steps), rng.randrange(2**31)
+        share = 0.0 if self.noising.guided else _EMPTY
+        captions = ["" if rng.random() < share else item.caption for item in items]
+        return self.noising.call(items, captions, step, seed)
 
     def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
         """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
         loss = self.rehearse(call, model)
+        self.advance(rate)
+        return loss
+
+    def advance(self, rate: float) -> None:
+        """Change the adapter's weights by their gradients."""
         torch.nn.utils.clip_grad_norm_(self.adapter.weights.values(), _LONGEST_GRADIENT)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        return loss
 
     def rehearse(self, call: NoisedCall, model: nn.Module | None = None) -> float:
         """The loss of a call, and the gradients of the adapter's weights; these are left as they are."""
@@ -125,16 +125,18 @@ class Trainer:
         return float(loss.detach())
 
     @torch.no_grad()
-    def error(self, calls: Sequence[NoisedCall], *, healed: bool) -> float:
-        """The mean loss of some calls, with the adapter or without."""
-        denoiser, found = self.adapter.denoiser, []
+    def errors(self, calls: Iterable[NoisedCall]) -> dict[str, float]:
+        """The mean loss of some calls, merged without the adapter and healed by it."""
+        denoiser = self.adapter.denoiser
+        found: dict[str, list[float]] = {"merged": [], "healed": []}
         for call in calls:
             target = self._target(call)
-            self.adapter.enable(healed)
-            with api.applied(denoiser, self._merge):
-                found.append(float(self._error(call, target, denoiser)))
+            for name, losses in found.items():
+                self.adapter.enable(name == "healed")
+                with api.applied(denoiser, self._merge):
+                    losses.append(float(self._error(call, target, denoiser)))
         self.adapter.enable(True)
-        return sum(found) / len(found)
+        return {name: sum(losses) / len(losses) for name, losses in found.items()}
 
     def _target(self, call: NoisedCall) -> Tensor:
         """What the plain model makes of a call."""
@@ -163,15 +165,16 @@ class Trainer:
         """Go on from a checkpoint."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise TokenMergeError(f"{path} cannot be read ({error}); remove it to train anew") from error
-        self.adapter.load(state["lora"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return Progress(state["step"], state["losses"])
+            self.adapter.load(state["lora"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            return Progress(**{item.name: state[item.name] for item in fields(Progress)})
+        except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            raise TokenMergeError(f"{path} cannot be read ({error!r}); remove it to train anew") from error
 
 
 def train(
     trainer: Trainer,
+    lessons: Lessons,
     model: nn.Module,
     progress: Progress,
     keep: Callable[[Progress], None],
@@ -183,7 +186,6 @@ def train(
     """Train to the end. keep: is given the progress after every so many steps, and at the end."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
-    lessons = trainer.lessons
     with tqdm(total=lessons.steps, initial=progress.step, desc="heal", disable=process > 0, leave=False) as bar:
         while progress.step < lessons.steps:
             step = progress.step

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 _CONFIDENCE = 0.95
 _PIECES = 400
+# Of a set, that are left out in turn.
+_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,24 @@ def worst(values: Sequence[float], *, higher_is_better: bool) -> Worst:
     """Of single pictures."""
     ranked = sorted(values, reverse=not higher_is_better)
     return Worst(ranked[math.ceil(len(ranked) / 20) - 1], ranked[0])
+
+
+def without_parts(keys: Sequence[Hashable]) -> list[list[int]]:
+    """The places that are left of a set without each of up to ten parts, in which places of one key are together; none
+    where fewer than two would be left."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    parts = min(_PARTS, len(numbers))
+    left = [[place for place, key in enumerate(keys) if numbers[key] % parts != part] for part in range(parts)]
+    return left if min(map(len, left), default=0) >= 2 else []
+
+
+def jackknife(value: float, without: Sequence[float]) -> Estimate:
+    """A figure of a whole set, with what it is without each of some equal parts (delete-group jackknife)."""
+    if len(without) < 2:
+        return Estimate(value)
+    mean, freedom = sum(without) / len(without), len(without) - 1
+    variance = freedom / len(without) * sum((each - mean) ** 2 for each in without)
+    return Estimate(value, student_quantile(freedom) * math.sqrt(variance))
 
 
 def student_quantile(freedom: int, confidence: float = _CONFIDENCE) -> float:
