@@ -894,6 +894,7 @@ _add(
         "timestep": level(b, 0.9),
         "attention_mask": torch.ones(b, h * w, dtype=torch.bool),
     },
+    rises=True,
     dit_dim=32,
     dit_depth=3,
     dit_heads=2,

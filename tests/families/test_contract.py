@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,10 +152,29 @@ def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
 # The denoiser by itself: it is given a scheduler's timesteps, without a scheduler.
 
 
-def _calls(denoiser: nn.Module, given: dict[str, Any], steps: int = 4) -> list[Tensor]:
-    key = "timestep" if "timestep" in given else "t"
-    rises = denoiser.__class__.__name__ in ("ZImageTransformer2DModel", "Lumina2Transformer2DModel")
-    results = []
+def _time(given: dict[str, Any]) -> str:
+    return "timestep" if "timestep" in given else "t"
+
+
+@pytest.fixture(scope="module")
+def rises(built: Any, model: zoo.Model) -> bool:
+    """Whether the times that the pipeline gives its denoisers rise."""
+    seen: list[float] = []
+
+    def note(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(inspect.signature(denoiser.forward).parameters, args, strict=False)), **kwargs}
+        seen.append(float(torch.as_tensor(given[_time(given)]).max()))
+
+    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in zoo.denoisers(built)]
+    zoo.draw(built, model, steps=2)
+    for handle in handles:
+        handle.remove()
+    assert seen[0] != seen[-1]
+    return seen[0] < seen[-1]
+
+
+def _calls(denoiser: nn.Module, given: dict[str, Any], rises: bool, steps: int = 4) -> list[Tensor]:
+    key, results = _time(given), []
     for step in range(steps):
         factor = 0.5 + step / 8 if rises else 1.0 - step / 8
         moved = {**given, key: given[key] * factor}
@@ -197,7 +217,7 @@ def _shared(denoiser: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_a_batch_equals_its_singles(pipe: Any, technique: Any) -> None:
+def test_a_batch_equals_its_singles(pipe: Any, rises: bool, technique: Any) -> None:
     denoiser = zoo.denoisers(pipe)[0]
     given = family_of(denoiser).example(denoiser, 2, 16, 16, 3)
     if technique is not HOLD and _shared(denoiser):
@@ -205,9 +225,11 @@ def test_a_batch_equals_its_singles(pipe: Any, technique: Any) -> None:
     singles = []
     for number in range(2):
         tokenmerge.apply(denoiser, technique)
-        singles.append(_calls(denoiser, _sample(given, number)))
+        singles.append(_calls(denoiser, _sample(given, number), rises))
     tokenmerge.apply(denoiser, technique)
-    together = _calls(denoiser, given)
+    together = _calls(denoiser, given, rises)
+    # Four steps of one image, also where their times rise.
+    assert tokenmerge.summary(denoiser).steps.get("held", 0) == (0 if technique == Merge() else 2)
     # Z-Image gives out a list of samples.
     if len(together) == len(singles[0]):
         expected = [torch.cat(pair) for pair in zip(*singles, strict=True)]

@@ -630,6 +630,14 @@ def test_real_classes_at_sizes_in_turn_and_with_guidance(real: nn.Module, case: 
     assert same([pair[1] for pair in pairs], expected[2])
 
 
+@pytest.mark.parametrize("name", [name for name, case in DENOISERS.items() if case.rises])
+def test_rising_times_are_the_steps_of_one_image(name: str) -> None:
+    denoiser = DENOISERS[name].build()
+    tokenmerge.apply(denoiser, HOLD)
+    drawn(DENOISERS[name], denoiser, 4)
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+
+
 # With a table and without
 
 TABLES = ("flux2-klein-base", "flux1-kontext", "wan2.1", "pixart-sigma", "cogvideox-2b", "hunyuanvideo", "zimage")
