@@ -16,7 +16,7 @@ import zoo
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
 from tokenmerge.merging import groups, places
-from tokenmerge.merging.grid import Layout, Partition
+from tokenmerge.merging.grid import Layout, Partition, drawn_alone
 from tokenmerge.merging.methods.base import Given, LinearMethod
 from tokenmerge.merging.slots import Slot
 
@@ -143,7 +143,7 @@ def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
     assert next(empty.parameters()).device.type == "meta"
     height, width = model.sizes[0]
     planned = tokenmerge.plan(pipe, Merge(), height=height, width=width, frames=model.frames)
-    told = [f"{group.grid.count} -> {group.merged}" for group in planned.groups]
+    told = [f"{group.tokens} -> {group.merged}" for group in planned.groups]
     if "reference" not in model.name and "edit" not in model.name and "kontext" not in model.name:
         assert told == ran
     assert tokenmerge.plan(empty, Merge(), height=256, width=256, frames=model.frames).merged_sites
@@ -244,11 +244,9 @@ class Permutation(LinearMethod):
     """Every token merges into itself alone, in another order: a model must not notice."""
 
     def partition(self, grids: Any, technique: Merge) -> Partition:
-        # All images but the last, so that tokens that never merge are there too.
-        merged = grids[:-1] or grids
-        tokens = sum(grid.count for grid in merged)
-        whole = sum(grid.count for grid in grids) - tokens
-        return Partition(Layout(tokens, tokens, tokens, tokens), None, None, "", merged, whole)
+        # The drawn image alone, so that tokens that never merge are there too, after it or before.
+        merged, before, after = drawn_alone(grids)
+        return Partition(Layout(*[merged.count] * 4), None, None, "", (merged,), before, after)
 
     def select(self, given: Given) -> Tensor:
         count = given.partition.layout.tokens

@@ -12,7 +12,7 @@ import torch
 import tiny
 import tokenmerge
 import zoo
-from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge import Hold, Merge, TokenMergeError, api
 from tokenmerge.families import family_of
 from tokenmerge.families.calls import TokenGrid
 from tokenmerge.merging.grid import partition_grids
@@ -82,6 +82,26 @@ def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
     tokenmerge.apply(denoiser, HOLD)
     calls(denoiser, given, [1.0, 0.9, 0.8, 0.7])
     assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+
+
+@pytest.mark.parametrize("technique", ["toma-once", Merge(method="tomesd", selection="random")], ids=str)
+def test_where_no_region_fits_both_a_given_frame_is_left_and_the_video_merges(technique: Any) -> None:
+    """Also in the plan: of a pipeline, since the denoiser does not know that every token gets a time."""
+    model = zoo.MODELS["wan2.2-ti2v-image"]
+    pipe = model.build()
+    height, width = model.sizes[0]
+    (planned,) = tokenmerge.plan(pipe, technique, height=height, width=width, frames=model.frames).groups
+    tokenmerge.apply(pipe, technique)
+    zoo.draw(pipe, model, steps=2)
+    (ran,) = tokenmerge.summary(pipe).groups
+    assert (ran["grid"], ran["regions"]) == (planned.grid, planned.regions)
+    assert ran["tokens"] == f"{planned.tokens} -> {planned.merged}"
+    assert planned.tokens == 2 * 64
+    assert 0 < planned.saved < planned.total
+    (drawn,) = api.token_maps(pipe)
+    assert drawn.grid == TokenGrid(8, 8, 2)
+    assert drawn.owners.unique().shape[0] <= planned.merged
+    assert drawn.owners.max() < 128
 
 
 # Text

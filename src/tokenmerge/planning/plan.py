@@ -73,9 +73,9 @@ class Plan:
             "groups": [
                 {
                     "name": group.name,
-                    "grid": str(group.grid),
+                    "grid": group.grid,
                     "regions": group.regions,
-                    "tokens": group.grid.count,
+                    "tokens": group.tokens,
                     "merged": group.merged,
                     "blocks": group.blocks,
                     "merged_blocks": group.merged_blocks,
@@ -119,13 +119,13 @@ class Plan:
 
     def _table(self) -> str:
         header = ["group", "blocks", "grid"]
-        rows = [[group.name, str(group.blocks), str(group.grid)] for group in self.groups]
+        rows = [[group.name, str(group.blocks), group.grid] for group in self.groups]
         if self.techniques.merge is not None:
             header += ["merged", "tokens", "regions", "saved", "spent"]
             for row, group in zip(rows, self.groups, strict=True):
                 row += [
                     str(group.merged_blocks),
-                    f"{group.grid.count} -> {group.merged}",
+                    f"{group.tokens} -> {group.merged}",
                     group.regions or "not merged",
                 ]
                 row += [f"{group.saved / self._total:.1%}", f"{group.spent / self._total:.1%}"]
