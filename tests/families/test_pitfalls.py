@@ -172,6 +172,61 @@ def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
     assert tokenmerge.summary(transformer).steps == {"full": 1, "held": 1}
 
 
+def uneven_text(given: dict[str, Any]) -> dict[str, Any]:
+    mask = given["encoder_attention_mask"].clone()
+    mask[1, 40:] = False
+    return {"encoder_attention_mask": mask}
+
+
+UNMERGEABLE = {
+    # Of the same number of tokens.
+    "qwen": (lambda given: {"img_shapes": [[(1, 8, 8)], [(1, 4, 16)]]}, "batch have images of different sizes"),
+    "zimage": (lambda given: {"x": [given["x"][0], given["x"][1][:, :, :8]]}, "batch have different sizes"),
+    "zimage-turbo": (
+        lambda given: {
+            **{name: [given[name]] for name in ("x", "cap_feats")},
+            **{"t": given["t"][:1], "siglip_feats": [None], "image_noise_mask": [[0, 1]]},
+        },
+        "with reference images mixes text between them",
+    ),
+    "lumina2": (uneven_text, "prompts of a batch have different lengths"),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGEABLE)
+def test_calls_that_cannot_be_merged_are_held(name: str) -> None:
+    _, denoiser = built(name)
+    changed, reason = UNMERGEABLE[name]
+    given = family_of(denoiser).example(denoiser, 2, 16, 16)
+    given |= changed(given)
+    rises = name != "qwen"
+    factors = [0.6, 0.7, 0.8, 0.9] if rises else [0.9, 0.8, 0.7, 0.6]
+    plain = calls(denoiser, given, factors)
+    tokenmerge.apply(denoiser, Merge())
+    with pytest.raises(TokenMergeError, match=f"{reason}.*; use Hold"):
+        calls(denoiser, given, factors)
+    tokenmerge.apply(denoiser, HOLD)
+    found = calls(denoiser, given, factors)
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+    first, second = (torch.cat([each.flatten() for each in step]) for step in (plain[0], found[0]))
+    assert torch.equal(first, second)
+
+
+def test_conditions_of_ltx_lie_on_no_grid_and_are_held() -> None:
+    model = zoo.MODELS["ltx"]
+    parts = {name: part for name, part in model.build().components.items() if part is not None}
+    parts["scheduler"] = zoo._flow()
+    pipe = zoo._pipeline("LTXConditionPipeline", **parts)
+    height, width = model.sizes[0]
+    given = {"steps": 4, "image": zoo._picture(height, width, 0)}
+    tokenmerge.apply(pipe, Merge())
+    with pytest.raises(TokenMergeError, match=r"the 192 tokens of this call lie on no grid; use Hold"):
+        zoo.draw(pipe, model, **given)
+    tokenmerge.apply(pipe, HOLD)
+    assert zoo.draw(pipe, model, **given).isfinite().all()
+    assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 1}
+
+
 def test_calls_that_fill_a_cache_of_keys_and_values_are_not_merged() -> None:
     """As klein does with its reference images."""
     _, denoiser = built("flux2-klein")
