@@ -127,6 +127,16 @@ def test_every_result_file_is_told_of() -> None:
     assert [name for name in sorted(expected) if name not in documents] == []
 
 
+def test_runs_that_wait_for_a_gpu_can_be_made(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    run("models.py", "--plan")
+    told = capsys.readouterr().out
+    for tokens in ("4096 -> 1024", "6889 -> 1743", "32760 -> 8736", "75600 -> 20160"):
+        assert tokens in told
+    # Hold has something to hold in the 4 steps of klein.
+    assert "Of 4 steps: 3 full, 1 held." in told
+    assert all(f"{model}-random" in told for model in ("flux2-klein", "qwen", "z-image", "wan", "wan-1.3b"))
+
+
 @pytest.mark.parametrize(("script", "folder"), [("figure5.py", "reproduction"), ("fronts.py", "fronts")])
 def test_plots_can_be_drawn_anew(script: str, folder: str, tmp_path: Path, run: Callable[..., None]) -> None:
     run(script, "--to", str(tmp_path))
