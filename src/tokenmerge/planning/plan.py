@@ -32,6 +32,7 @@ class Plan:
     runs: tuple[HeldRun, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
     timeline: tuple[Step, ...] = ()  # with one call a step
+    merging: str = ""  # the preset that merges this model best, if it can be merged
     lora: Lora | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -172,7 +173,8 @@ def make_plan(
     groups: tuple[PlannedGroup, ...] = ()
     if call is not None and call.grids:
         groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call, kinds))
-    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, lora)
+    preset = "" if family.unmergeable(denoiser) else family.merging
+    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, preset, lora)
 
 
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:
