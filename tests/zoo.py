@@ -826,28 +826,27 @@ def _hunyuanvideo_vae() -> nn.Module:
     )
 
 
-def _hunyuanvideo() -> Any:
-    transformer = _seeded(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=8,
-            num_layers=3,
-            num_single_layers=3,
-            num_refiner_layers=1,
-            patch_size=2,
-            patch_size_t=1,
-            text_embed_dim=TEXT_WIDTH,
-            pooled_projection_dim=POOLED_WIDTH,
-            rope_axes_dim=(4, 2, 2),
-        )
-    )
+def _hunyuanvideo(**changes: Any) -> Any:
+    config = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 3,
+        "num_single_layers": 3,
+        "num_refiner_layers": 1,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "text_embed_dim": TEXT_WIDTH,
+        "pooled_projection_dim": POOLED_WIDTH,
+        "rope_axes_dim": (4, 2, 2),
+    }
+    transformer = _seeded(lambda: diffusers.HunyuanVideoTransformer3DModel(**{**config, **changes}))
     parts = {"scheduler": _flow(shift=7.0), "vae": _hunyuanvideo_vae(), "transformer": transformer}
     return _pipeline("HunyuanVideoPipeline", **parts)
 
 
-def _hunyuanvideo15() -> Any:
+def _hunyuanvideo15(task_type: str = "t2v") -> Any:
     transformer = _seeded(
         lambda: diffusers.HunyuanVideo15Transformer3DModel(
             in_channels=9,
@@ -860,7 +859,7 @@ def _hunyuanvideo15() -> Any:
             text_embed_2_dim=8,
             image_embed_dim=12,
             rope_axes_dim=(4, 2, 2),
-            task_type="t2v",
+            task_type=task_type,
         )
     )
     video_vae = _seeded(

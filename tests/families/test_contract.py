@@ -311,16 +311,32 @@ def test_blocks_are_compiled_once(pipe: Any, model: zoo.Model) -> None:
 # What cannot be
 
 
-def test_a_first_frame_that_may_be_given_merges_with_no_other() -> None:
+# Of models that begin with an image, by those that do not.
+CONDITIONED = {
+    "kandinsky5": lambda: zoo._kandinsky5(visual_cond=True),
+    "wan2.1": lambda: zoo._wan(in_channels=12),
+    "cogvideox-2b": lambda: zoo._cogvideox(None, in_channels=8),
+    "hunyuanvideo": lambda: zoo._hunyuanvideo(image_condition_type="latent_concat", in_channels=9),
+    "hunyuanvideo15": lambda: zoo._hunyuanvideo15(task_type="i2v"),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_a_first_frame_that_may_be_given_merges_with_no_other(name: str) -> None:
     """Nothing but a channel's values tells whether it is."""
-    model = zoo.MODELS["kandinsky5"]
-    told = {}
-    for name in ("kandinsky5", "with a condition"):
-        pipe = model.build() if name == "kandinsky5" else zoo._kandinsky5(visual_cond=True)
-        tokenmerge.apply(pipe, Merge(regions="tile:3x4x4"))
-        zoo.draw(pipe, model, steps=1)
-        told[name] = tokenmerge.summary(pipe).groups[0]["regions"]
-    assert told == {"kandinsky5": "4 tiles of 3x4x4", "with a condition": "2 tiles of 8x4, 4 tiles of 2x4x4"}
+    technique, told = Merge(regions="tile:3x4x4"), []
+    for pipe in (zoo.MODELS[name].build(), CONDITIONED[name]()):
+        transformer = pipe.transformer
+        side = family_of(transformer).unit(transformer, 8)
+        given = family_of(transformer).example(transformer, 1, side, side, 3)
+        tokenmerge.apply(transformer, technique)
+        with torch.no_grad():
+            transformer(**given)
+        told.append(tokenmerge.summary(transformer).groups[0]["regions"])
+        scales = {"vae_scale_factor": 1, "vae_scale_factor_temporal": 1}
+        planned = tokenmerge.plan(transformer, technique, height=side, width=side, frames=3, **scales)
+        assert planned.groups[0].regions == told[-1]
+    assert told == ["4 tiles of 3x4x4", "2 tiles of 8x4, 4 tiles of 2x4x4"]
 
 
 def test_sparse_attention_is_held_and_not_merged() -> None:

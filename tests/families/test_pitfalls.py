@@ -9,7 +9,6 @@ import diffusers
 import pytest
 import torch
 
-import tiny
 import tokenmerge
 import zoo
 from tokenmerge import Hold, Merge, TokenMergeError, api
@@ -146,22 +145,7 @@ def test_ragged_tiles_of_real_sizes_straddle_neither_images_nor_frames(spec: str
 
 
 def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
-    transformer = tiny._seeded(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=8,
-            num_layers=3,
-            num_single_layers=3,
-            num_refiner_layers=1,
-            text_embed_dim=16,
-            pooled_projection_dim=8,
-            rope_axes_dim=(4, 2, 2),
-            guidance_embeds=False,
-            image_condition_type="token_replace",
-        )
-    )
+    transformer = zoo._hunyuanvideo(image_condition_type="token_replace", guidance_embeds=False).transformer
     with pytest.raises(TokenMergeError, match=r"counts the tokens of its first frame.*use Hold"):
         tokenmerge.apply(transformer, Merge())
     given = family_of(transformer).example(transformer, 1, 8, 8, 3)

@@ -122,6 +122,11 @@ class Ids:
         return 2 * scale
 
 
+def beside_channels(config: Any) -> bool:
+    """Whether a given image enters in channels beside those that are drawn."""
+    return bool(config.in_channels != config.out_channels)
+
+
 def ids_of(height: int, width: int, columns: int = 3) -> Tensor:
     """Ids [N, columns] of one image, as pipelines give them."""
     rows, places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
