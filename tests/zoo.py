@@ -240,6 +240,13 @@ _add(
     extra=lambda pipe, height, width, batch, seed: {"image": _picture(72, 64, seed)},
 )
 _add("flux2-klein", lambda: _flux2_klein(is_distilled=True), guidance="none", pixels=8)
+_add(
+    "flux2-klein-reference",
+    lambda: _flux2_klein(is_distilled=True),
+    guidance="none",
+    pixels=8,
+    extra=lambda pipe, height, width, batch, seed: {"image": [_picture(72, 64, seed), _picture(64, 96, seed + 1)]},
+)
 _add("flux2-klein-base", lambda: _flux2_klein(is_distilled=False), guidance="two calls", pixels=8, uneven=True)
 
 
@@ -354,10 +361,11 @@ def _qwen_controlnet() -> nn.Module:
     return _seeded(lambda: diffusers.QwenImageControlNetModel(**{**_QWEN_CONFIG, "num_layers": 2}))
 
 
-def _qwen_edit() -> Any:
+def _qwen_edit(*, indexed: bool) -> Any:
+    """2511, or 2509, which does not tell the picture from its references."""
     # It makes reference images as large as this, whatever their own size: 4x4 tokens.
     pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 32 * 32
-    return _pipeline("QwenImageEditPlusPipeline", **_qwen_parts(zero_cond_t=True))
+    return _pipeline("QwenImageEditPlusPipeline", **_qwen_parts(zero_cond_t=indexed))
 
 
 _TRUE_SCALE = _scale("true_cfg_scale")
@@ -370,17 +378,21 @@ _add(
     pixels=8,
     uneven=True,
 )
-_add(
-    "qwen-edit-plus",
-    _qwen_edit,
-    guidance="two calls",
-    text=lambda batch, tokens, padding, seed: _masked("prompt_embeds_mask")(1, tokens, padding, seed),
-    scale=_TRUE_SCALE,
-    pixels=8,
-    uneven=True,
-    # It takes one prompt only.
-    extra=lambda pipe, height, width, batch, seed: {"image": _picture(48, 48, seed), "num_images_per_prompt": batch},
-)
+for _name, _images in (("qwen-edit-plus", 1), ("qwen-edit-2509", 2)):
+    _add(
+        _name,
+        partial(_qwen_edit, indexed=_images == 1),
+        guidance="two calls",
+        text=lambda batch, tokens, padding, seed: _masked("prompt_embeds_mask")(1, tokens, padding, seed),
+        scale=_TRUE_SCALE,
+        pixels=8,
+        uneven=True,
+        # It takes one prompt only.
+        extra=lambda pipe, height, width, batch, seed, images=_images: {
+            "image": [_picture(48, 48 * (1 + i), seed + i) for i in range(images)],
+            "num_images_per_prompt": batch,
+        },
+    )
 _add(
     "qwen-controlnet",
     lambda: _pipeline("QwenImageControlNetPipeline", controlnet=_qwen_controlnet(), **_qwen_parts()),

@@ -35,7 +35,11 @@ TRANSFORMERS = [name for name in zoo.MODELS if not name.startswith(UNETS)]
 COMPILED = [
     name
     for name in TRANSFORMERS
-    if name not in ("flux2-klein", "zimage-turbo", "wan2.2-a14b", "wan2.2-ti2v", "pixart-sigma")
+    if name
+    not in (
+        *("flux2-klein", "flux2-klein-reference", "qwen-edit-2509", "zimage-turbo"),
+        *("wan2.2-a14b", "wan2.2-ti2v", "pixart-sigma"),
+    )
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
 import tokenmerge
 import zoo
@@ -115,6 +116,25 @@ def test_text_of_two_lengths_in_one_step() -> None:
     assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 3}
     assert found.isfinite().all()
     assert torch.equal(zoo.draw(pipe, model, steps=6, text=5, negative_text=9), found)
+
+
+# Pipelines that differ from one in the contract by how they call
+
+
+def test_the_first_of_the_editing_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It makes pictures and references of a megapixel.
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (32, 32, None))
+    model = zoo.MODELS["qwen-edit-plus"]
+    pipe = zoo._pipeline("QwenImageEditPipeline", **zoo._qwen_parts())
+    plain = zoo.draw(pipe, model)
+    tokenmerge.apply(pipe, [Merge(), HOLD])
+    merged = zoo.draw(pipe, model)
+    assert merged.isfinite().all()
+    assert not torch.equal(merged, plain)
+    (group,) = tokenmerge.summary(pipe).groups
+    assert (group["grid"], group["tokens"]) == ("8x8 + 4x4", "80 -> 40")
+    tokenmerge.remove(pipe)
+    assert torch.equal(zoo.draw(pipe, model), plain)
 
 
 # Regions
