@@ -29,12 +29,14 @@ SITES = dict.fromkeys(zoo.MODELS, 3) | dict.fromkeys(
     [name for name in zoo.MODELS if name.startswith(("flux", "chroma", "ovis", "longcat", "bria", "auraflow"))], 6
 )
 SITES |= dict.fromkeys(["hunyuanimage", "hunyuanvideo"], 6)
-UNETS = ("kolors", "svd")
-TRANSFORMERS = [name for name in zoo.MODELS if not name.startswith(UNETS)]
+# UNets, of which blocks have no rows for tokens.
+UNETS = {"kolors": 11, "svd": 7}
+SITES |= UNETS
+TRANSFORMERS = [name for name in zoo.MODELS if name not in UNETS]
 # Without those whose blocks are another's, called alike.
 COMPILED = [
     name
-    for name in TRANSFORMERS
+    for name in zoo.MODELS
     if name
     not in (
         *("flux2-klein", "flux2-klein-reference", "qwen-edit-2509", "zimage-turbo"),
@@ -95,8 +97,7 @@ def test_sites_and_kinds_of_step(pipe: Any, model: zoo.Model, name: str) -> None
     summary = tokenmerge.summary(pipe)
     parts = [summary, *summary.others]
     assert len(parts) == len(zoo.denoisers(pipe))
-    if name in TRANSFORMERS:
-        assert [len(part.plan.merged_sites) for part in parts] == [SITES[name]] * len(parts)
+    assert [len(part.plan.merged_sites) for part in parts] == [SITES[name]] * len(parts)
     assert sum(part.steps["merged"] for part in parts) in (3, 4)
     assert sum(part.steps["held"] for part in parts) in (2, 3)
     assert summary.residual_bytes > 0
