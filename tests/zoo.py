@@ -4,7 +4,8 @@
 inputs. Prompts enter as embeddings, so no tokenizer or text encoder is needed. Lists of blocks have three blocks: an
 odd number shows outputs that were swapped. The default size has 8x8 tokens, the next is not square, the last is odd.
 
-Left out: ControlNets of Chroma and Bria (their denoisers take them, but diffusers has no pipeline that has them).
+Left out: ControlNets of Chroma and Bria (their denoisers take them, but diffusers has no pipeline that has them). Calls
+as they would make them are in `holding/test_holding.py`.
 """
 
 from __future__ import annotations
