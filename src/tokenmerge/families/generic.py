@@ -26,6 +26,7 @@ OBSTACLES = {
     "Sana": "its feed-forward layers are convolutions, which need every token in its place",
     "HiDream": "its blocks cut their own sequence into image and text by a count of tokens",
     "OmniGen": "its attention mask has rows and columns for every token",
+    "UNetMotion": "its motion blocks, which see one place of all frames, are of the class of its spatial ones",
 }
 _UNKNOWN = "there is no table that tells where its image tokens are"
 
