@@ -47,7 +47,7 @@ import zoo
 from tokenmerge import Hold, TokenMergeError, api
 from tokenmerge.families import families, family_of
 from tokenmerge.families.base import Family
-from tokenmerge.families.generic import candidates, generic_family, unholdable
+from tokenmerge.families.generic import RISING, candidates, generic_family, unholdable
 from tokenmerge.holding.sites import LearnedSite
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.tools.measure import environment
@@ -74,7 +74,7 @@ class Tabled:
     def call(self, module: nn.Module, step: int) -> list[Tensor]:
         given = self.family.example(module, 2, 16, 16, 3)
         time = "timestep" if "timestep" in given else "t"
-        rises = self.name.startswith(("ZImage", "Lumina2"))
+        rises = self.name.startswith(RISING)
         with torch.no_grad():
             output = module(**{**given, time: given[time] * (0.4 + step / 16 if rises else 1.0 - step / 16)})
         return denoisers.tensors(output)

@@ -195,7 +195,7 @@ def models_table() -> str:
     for kind, video in (("Images", False), ("Video", True)):
         titles = "; ".join(each.title for each in families() if (each.frames > 1) == video)
         rows.append([kind, titles, "yes", "yes"])
-    rows.append(["Others", f"most denoisers of diffusers, such as {', '.join(OBSTACLES)}", "no", "yes"])
+    rows.append(["Others", "most denoisers of diffusers, such as Sana, LTX-2, OmniGen", "no", "yes"])
     return markdown(["", "models", "Merge", "Hold"], rows)
 
 

@@ -622,27 +622,6 @@ _add(
     },
     **_LTX2,
 )
-_add(
-    "Kandinsky5Transformer3DModel",
-    lambda b, h, w: {
-        "hidden_states": noise(b, FRAMES, h, w, 4),
-        "encoder_hidden_states": text(b),
-        "timestep": level(b),
-        "pooled_projections": noise(b, 8),
-        "visual_rope_pos": [torch.arange(FRAMES), torch.arange(h // 2), torch.arange(w // 2)],
-        "text_rope_pos": torch.arange(TEXT),
-    },
-    in_visual_dim=4,
-    in_text_dim=TEXT_WIDTH,
-    in_text_dim2=8,
-    time_dim=16,
-    out_visual_dim=4,
-    model_dim=16,
-    ff_dim=32,
-    num_text_blocks=2,
-    num_visual_blocks=3,
-    axes_dims=(4, 2, 2),
-)
 _K6 = {
     "in_visual_dim": 4,
     "out_visual_dim": 4,
@@ -894,6 +873,7 @@ _add(
         "timestep": level(b, 0.9),
         "attention_mask": torch.ones(b, h * w, dtype=torch.bool),
     },
+    rises=True,
     dit_dim=32,
     dit_depth=3,
     dit_heads=2,

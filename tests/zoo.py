@@ -4,7 +4,8 @@
 inputs. Prompts enter as embeddings, so no tokenizer or text encoder is needed. Lists of blocks have three blocks: an
 odd number shows outputs that were swapped. The default size has 8x8 tokens, the next is not square, the last is odd.
 
-Left out: ControlNets of Chroma and Bria (their denoisers take them, but diffusers has no pipeline that has them).
+Left out: ControlNets of Chroma and Bria (their denoisers take them, but diffusers has no pipeline that has them). Calls
+as they would make them are in `holding/test_holding.py`.
 """
 
 from __future__ import annotations
@@ -240,6 +241,13 @@ _add(
     extra=lambda pipe, height, width, batch, seed: {"image": _picture(72, 64, seed)},
 )
 _add("flux2-klein", lambda: _flux2_klein(is_distilled=True), guidance="none", pixels=8)
+_add(
+    "flux2-klein-reference",
+    lambda: _flux2_klein(is_distilled=True),
+    guidance="none",
+    pixels=8,
+    extra=lambda pipe, height, width, batch, seed: {"image": [_picture(72, 64, seed), _picture(64, 96, seed + 1)]},
+)
 _add("flux2-klein-base", lambda: _flux2_klein(is_distilled=False), guidance="two calls", pixels=8, uneven=True)
 
 
@@ -354,10 +362,11 @@ def _qwen_controlnet() -> nn.Module:
     return _seeded(lambda: diffusers.QwenImageControlNetModel(**{**_QWEN_CONFIG, "num_layers": 2}))
 
 
-def _qwen_edit() -> Any:
+def _qwen_edit(*, indexed: bool) -> Any:
+    """2511, or 2509, which does not tell the picture from its references."""
     # It makes reference images as large as this, whatever their own size: 4x4 tokens.
     pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 32 * 32
-    return _pipeline("QwenImageEditPlusPipeline", **_qwen_parts(zero_cond_t=True))
+    return _pipeline("QwenImageEditPlusPipeline", **_qwen_parts(zero_cond_t=indexed))
 
 
 _TRUE_SCALE = _scale("true_cfg_scale")
@@ -370,17 +379,21 @@ _add(
     pixels=8,
     uneven=True,
 )
-_add(
-    "qwen-edit-plus",
-    _qwen_edit,
-    guidance="two calls",
-    text=lambda batch, tokens, padding, seed: _masked("prompt_embeds_mask")(1, tokens, padding, seed),
-    scale=_TRUE_SCALE,
-    pixels=8,
-    uneven=True,
-    # It takes one prompt only.
-    extra=lambda pipe, height, width, batch, seed: {"image": _picture(48, 48, seed), "num_images_per_prompt": batch},
-)
+for _name, _images in (("qwen-edit-plus", 1), ("qwen-edit-2509", 2)):
+    _add(
+        _name,
+        partial(_qwen_edit, indexed=_images == 1),
+        guidance="two calls",
+        text=lambda batch, tokens, padding, seed: _masked("prompt_embeds_mask")(1, tokens, padding, seed),
+        scale=_TRUE_SCALE,
+        pixels=8,
+        uneven=True,
+        # It takes one prompt only.
+        extra=lambda pipe, height, width, batch, seed, images=_images: {
+            "image": [_picture(48, 48 * (1 + i), seed + i) for i in range(images)],
+            "num_images_per_prompt": batch,
+        },
+    )
 _add(
     "qwen-controlnet",
     lambda: _pipeline("QwenImageControlNetPipeline", controlnet=_qwen_controlnet(), **_qwen_parts()),
@@ -826,28 +839,27 @@ def _hunyuanvideo_vae() -> nn.Module:
     )
 
 
-def _hunyuanvideo() -> Any:
-    transformer = _seeded(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=8,
-            num_layers=3,
-            num_single_layers=3,
-            num_refiner_layers=1,
-            patch_size=2,
-            patch_size_t=1,
-            text_embed_dim=TEXT_WIDTH,
-            pooled_projection_dim=POOLED_WIDTH,
-            rope_axes_dim=(4, 2, 2),
-        )
-    )
+def _hunyuanvideo(**changes: Any) -> Any:
+    config = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "num_layers": 3,
+        "num_single_layers": 3,
+        "num_refiner_layers": 1,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "text_embed_dim": TEXT_WIDTH,
+        "pooled_projection_dim": POOLED_WIDTH,
+        "rope_axes_dim": (4, 2, 2),
+    }
+    transformer = _seeded(lambda: diffusers.HunyuanVideoTransformer3DModel(**{**config, **changes}))
     parts = {"scheduler": _flow(shift=7.0), "vae": _hunyuanvideo_vae(), "transformer": transformer}
     return _pipeline("HunyuanVideoPipeline", **parts)
 
 
-def _hunyuanvideo15() -> Any:
+def _hunyuanvideo15(task_type: str = "t2v") -> Any:
     transformer = _seeded(
         lambda: diffusers.HunyuanVideo15Transformer3DModel(
             in_channels=9,
@@ -860,7 +872,7 @@ def _hunyuanvideo15() -> Any:
             text_embed_2_dim=8,
             image_embed_dim=12,
             rope_axes_dim=(4, 2, 2),
-            task_type="t2v",
+            task_type=task_type,
         )
     )
     video_vae = _seeded(

@@ -19,6 +19,7 @@ from .config import Hold, Merge, Techniques
 from .errors import TokenMergeError, check_whole
 from .families import Family, denoiser_of, denoisers_of, families, family_of
 from .families.calls import TokenGrid
+from .families.reading import first_apart
 from .families.scales import latent_scales
 from .holding.controller import Holding
 from .holding.learning import LearnedRun, Learner
@@ -26,6 +27,7 @@ from .holding.prediction import DenoiserSite, Predicting, not_predicted
 from .holding.sites import LearnedSite, check_holdable, install_holding, install_learned
 from .merging.checks import check_mergeable, check_places
 from .merging.controller import Merging
+from .merging.grid import drawn_alone
 from .merging.places import install_merging
 from .planning import Drift, Plan, Summary, make_plan
 from .planning.drift import was_compared
@@ -174,6 +176,9 @@ def plan(
         raise TokenMergeError(f"{width}x{height} pixels are less than one {scale}-pixel latent; give a larger size")
     latents = latent_frames(family, frames, vae_scale_factor_temporal or known_frames)
     call = family.plan_call(denoiser, height // scale, width // scale, latents)._replace(shard=shard_of(denoiser))
+    # Such a pipeline gives every token a timestep (Wan 2.2 TI2V), which a denoiser does not know.
+    if getattr(getattr(model, "config", None), "expand_timesteps", False):
+        call = call._replace(grids=first_apart(call.grids))
     if call.grids and not call.tokens:
         side = family.unit(denoiser, scale)
         raise TokenMergeError(f"{width}x{height} pixels are less than one token of {side}x{side}; give a larger size")
@@ -286,11 +291,13 @@ def token_maps(model: Any) -> list[TokenMap]:
     for group in known.merging.groups if known is not None and known.merging is not None else ():
         if group.partition is None or group.slot is None or not group.has_maps:
             continue
-        grid, layout = group.grids[0], group.partition.layout
+        merging, layout = group.partition.grids, group.partition.layout
+        grid, begin, _ = drawn_alone(merging)
+        image = slice(begin, begin + grid.count)
         places = group.partition.order if group.partition.order is not None else torch.arange(layout.tokens)
         regions = torch.empty(layout.tokens, dtype=torch.int64)
         regions[places.cpu()] = torch.arange(layout.tokens) // layout.select_size
-        maps.append(TokenMap(group.name, grid, group.slot.map.owners()[: grid.count].cpu(), regions[: grid.count]))
+        maps.append(TokenMap(group.name, grid, group.slot.map.owners()[image].cpu() - begin, regions[image]))
     return maps
 
 

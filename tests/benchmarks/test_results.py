@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from tokenmerge.config import Techniques
+from tokenmerge.families import families
 from tokenmerge.presets import from_data
 from tokenmerge.tools.cli.main import parser
 from tokenmerge.tools.paper.studies import STUDIES
@@ -139,6 +141,26 @@ def test_every_result_file_is_told_of() -> None:
     # The paper's own figures stand in tables of what was measured here.
     expected = {named(path) for path in FILES} - {"reproduction/paper.jsonl"}
     assert [name for name in sorted(expected) if name not in documents] == []
+
+
+def test_denoisers_that_are_said_to_have_a_table_have_one() -> None:
+    rows = [row for row in read(RESULTS / "generic.jsonl") if row["outcome"] != "not tried"]
+    tabled = tuple(family.denoiser for family in families())
+    for row in rows:
+        # Forms of a class have its name first.
+        kind = getattr(diffusers, row["class"].partition(" ")[0])
+        assert row["table"] == issubclass(kind, tabled), row["class"]
+    assert {each.__name__ for each in tabled} <= {row["class"] for row in rows}
+
+
+def test_runs_that_wait_for_a_gpu_can_be_made(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    run("models.py", "--plan")
+    told = capsys.readouterr().out
+    for tokens in ("4096 -> 1024", "6889 -> 1743", "32760 -> 8736", "75600 -> 20160"):
+        assert tokens in told
+    # Hold has something to hold in the 4 steps of klein.
+    assert "Of 4 steps: 3 full, 1 held." in told
+    assert all(f"{model}-random" in told for model in ("flux2-klein", "qwen", "z-image", "wan", "wan-1.3b"))
 
 
 @pytest.mark.parametrize(("script", "folder"), [("figure5.py", "reproduction"), ("fronts.py", "fronts")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import zoo
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
 from tokenmerge.merging import groups, places
-from tokenmerge.merging.grid import Layout, Partition
+from tokenmerge.merging.grid import Layout, Partition, drawn_alone
 from tokenmerge.merging.methods.base import Given, LinearMethod
 from tokenmerge.merging.slots import Slot
 
@@ -28,13 +29,19 @@ SITES = dict.fromkeys(zoo.MODELS, 3) | dict.fromkeys(
     [name for name in zoo.MODELS if name.startswith(("flux", "chroma", "ovis", "longcat", "bria", "auraflow"))], 6
 )
 SITES |= dict.fromkeys(["hunyuanimage", "hunyuanvideo"], 6)
-UNETS = ("kolors", "svd")
-TRANSFORMERS = [name for name in zoo.MODELS if not name.startswith(UNETS)]
+# UNets, of which blocks have no rows for tokens.
+UNETS = {"kolors": 11, "svd": 7}
+SITES |= UNETS
+TRANSFORMERS = [name for name in zoo.MODELS if name not in UNETS]
 # Without those whose blocks are another's, called alike.
 COMPILED = [
     name
-    for name in TRANSFORMERS
-    if name not in ("flux2-klein", "zimage-turbo", "wan2.2-a14b", "wan2.2-ti2v", "pixart-sigma")
+    for name in zoo.MODELS
+    if name
+    not in (
+        *("flux2-klein", "flux2-klein-reference", "qwen-edit-2509", "zimage-turbo"),
+        *("wan2.2-a14b", "wan2.2-ti2v", "pixart-sigma"),
+    )
 ]
 
 
@@ -90,8 +97,7 @@ def test_sites_and_kinds_of_step(pipe: Any, model: zoo.Model, name: str) -> None
     summary = tokenmerge.summary(pipe)
     parts = [summary, *summary.others]
     assert len(parts) == len(zoo.denoisers(pipe))
-    if name in TRANSFORMERS:
-        assert [len(part.plan.merged_sites) for part in parts] == [SITES[name]] * len(parts)
+    assert [len(part.plan.merged_sites) for part in parts] == [SITES[name]] * len(parts)
     assert sum(part.steps["merged"] for part in parts) in (3, 4)
     assert sum(part.steps["held"] for part in parts) in (2, 3)
     assert summary.residual_bytes > 0
@@ -142,7 +148,7 @@ def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
     assert next(empty.parameters()).device.type == "meta"
     height, width = model.sizes[0]
     planned = tokenmerge.plan(pipe, Merge(), height=height, width=width, frames=model.frames)
-    told = [f"{group.grid.count} -> {group.merged}" for group in planned.groups]
+    told = [f"{group.tokens} -> {group.merged}" for group in planned.groups]
     if "reference" not in model.name and "edit" not in model.name and "kontext" not in model.name:
         assert told == ran
     assert tokenmerge.plan(empty, Merge(), height=256, width=256, frames=model.frames).merged_sites
@@ -151,10 +157,29 @@ def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
 # The denoiser by itself: it is given a scheduler's timesteps, without a scheduler.
 
 
-def _calls(denoiser: nn.Module, given: dict[str, Any], steps: int = 4) -> list[Tensor]:
-    key = "timestep" if "timestep" in given else "t"
-    rises = denoiser.__class__.__name__ in ("ZImageTransformer2DModel", "Lumina2Transformer2DModel")
-    results = []
+def _time(given: dict[str, Any]) -> str:
+    return "timestep" if "timestep" in given else "t"
+
+
+@pytest.fixture(scope="module")
+def rises(built: Any, model: zoo.Model) -> bool:
+    """Whether the times that the pipeline gives its denoisers rise."""
+    seen: list[float] = []
+
+    def note(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(inspect.signature(denoiser.forward).parameters, args, strict=False)), **kwargs}
+        seen.append(float(torch.as_tensor(given[_time(given)]).max()))
+
+    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in zoo.denoisers(built)]
+    zoo.draw(built, model, steps=2)
+    for handle in handles:
+        handle.remove()
+    assert seen[0] != seen[-1]
+    return seen[0] < seen[-1]
+
+
+def _calls(denoiser: nn.Module, given: dict[str, Any], rises: bool, steps: int = 4) -> list[Tensor]:
+    key, results = _time(given), []
     for step in range(steps):
         factor = 0.5 + step / 8 if rises else 1.0 - step / 8
         moved = {**given, key: given[key] * factor}
@@ -197,7 +222,7 @@ def _shared(denoiser: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_a_batch_equals_its_singles(pipe: Any, technique: Any) -> None:
+def test_a_batch_equals_its_singles(pipe: Any, rises: bool, technique: Any) -> None:
     denoiser = zoo.denoisers(pipe)[0]
     given = family_of(denoiser).example(denoiser, 2, 16, 16, 3)
     if technique is not HOLD and _shared(denoiser):
@@ -205,9 +230,11 @@ def test_a_batch_equals_its_singles(pipe: Any, technique: Any) -> None:
     singles = []
     for number in range(2):
         tokenmerge.apply(denoiser, technique)
-        singles.append(_calls(denoiser, _sample(given, number)))
+        singles.append(_calls(denoiser, _sample(given, number), rises))
     tokenmerge.apply(denoiser, technique)
-    together = _calls(denoiser, given)
+    together = _calls(denoiser, given, rises)
+    # Four steps of one image, also where their times rise.
+    assert tokenmerge.summary(denoiser).steps.get("held", 0) == (0 if technique == Merge() else 2)
     # Z-Image gives out a list of samples.
     if len(together) == len(singles[0]):
         expected = [torch.cat(pair) for pair in zip(*singles, strict=True)]
@@ -222,11 +249,9 @@ class Permutation(LinearMethod):
     """Every token merges into itself alone, in another order: a model must not notice."""
 
     def partition(self, grids: Any, technique: Merge) -> Partition:
-        # All images but the last, so that tokens that never merge are there too.
-        merged = grids[:-1] or grids
-        tokens = sum(grid.count for grid in merged)
-        whole = sum(grid.count for grid in grids) - tokens
-        return Partition(Layout(tokens, tokens, tokens, tokens), None, None, "", merged, whole)
+        # The drawn image alone, so that tokens that never merge are there too, after it or before.
+        merged, before, after = drawn_alone(grids)
+        return Partition(Layout(*[merged.count] * 4), None, None, "", (merged,), before, after)
 
     def select(self, given: Given) -> Tensor:
         count = given.partition.layout.tokens
@@ -242,13 +267,22 @@ class Permutation(LinearMethod):
 @pytest.mark.parametrize("name", TRANSFORMERS, indirect=True)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_follow_their_tokens(pipe: Any, model: zoo.Model, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary tables, masks and modulations have the rows of the tokens they belong to, of every sample."""
-    options = {"steps": 2, "batch": batch, "negative_text": 9}
+    """Rotary tables, masks and modulations have the rows of the tokens they belong to, of every sample, also where
+    prompts of a batch are padded."""
+    # Lumina 2 cannot merge prompts of different lengths.
+    even = model.name == "lumina2" and batch > 1
+    options = {"steps": 2, "batch": batch, "text": 6, "negative_text": 9, "padding": 0 if even else 3}
+    if model.name.startswith("zimage"):
+        # It pads by itself, to multiples of 32.
+        options |= {"text": 40, "negative_text": 36, "padding": 10}
     plain = zoo.draw(pipe, model, **options)
     for module in (places, groups):
         monkeypatch.setattr(module, "method_for", lambda *_: Permutation(), raising=False)
     monkeypatch.setattr(Slot, "merges", property(lambda slot: True))
     tokenmerge.apply(pipe, Merge())
+    if even:
+        with pytest.raises(TokenMergeError, match="prompts of a batch have different lengths"):
+            zoo.draw(pipe, model, **{**options, "padding": 3})
     merged = zoo.draw(pipe, model, **options)
     # Sums in another order round otherwise, and guidance multiplies that. Kandinsky 5 rounds to bfloat16 within.
     most = 1e-3 if model.name == "kandinsky5" else 1e-5
@@ -282,16 +316,32 @@ def test_blocks_are_compiled_once(pipe: Any, model: zoo.Model) -> None:
 # What cannot be
 
 
-def test_a_first_frame_that_may_be_given_merges_with_no_other() -> None:
+# Of models that begin with an image, by those that do not.
+CONDITIONED = {
+    "kandinsky5": lambda: zoo._kandinsky5(visual_cond=True),
+    "wan2.1": lambda: zoo._wan(in_channels=12),
+    "cogvideox-2b": lambda: zoo._cogvideox(None, in_channels=8),
+    "hunyuanvideo": lambda: zoo._hunyuanvideo(image_condition_type="latent_concat", in_channels=9),
+    "hunyuanvideo15": lambda: zoo._hunyuanvideo15(task_type="i2v"),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_a_first_frame_that_may_be_given_merges_with_no_other(name: str) -> None:
     """Nothing but a channel's values tells whether it is."""
-    model = zoo.MODELS["kandinsky5"]
-    told = {}
-    for name in ("kandinsky5", "with a condition"):
-        pipe = model.build() if name == "kandinsky5" else zoo._kandinsky5(visual_cond=True)
-        tokenmerge.apply(pipe, Merge(regions="tile:3x4x4"))
-        zoo.draw(pipe, model, steps=1)
-        told[name] = tokenmerge.summary(pipe).groups[0]["regions"]
-    assert told == {"kandinsky5": "4 tiles of 3x4x4", "with a condition": "2 tiles of 8x4, 4 tiles of 2x4x4"}
+    technique, told = Merge(regions="tile:3x4x4"), []
+    for pipe in (zoo.MODELS[name].build(), CONDITIONED[name]()):
+        transformer = pipe.transformer
+        side = family_of(transformer).unit(transformer, 8)
+        given = family_of(transformer).example(transformer, 1, side, side, 3)
+        tokenmerge.apply(transformer, technique)
+        with torch.no_grad():
+            transformer(**given)
+        told.append(tokenmerge.summary(transformer).groups[0]["regions"])
+        scales = {"vae_scale_factor": 1, "vae_scale_factor_temporal": 1}
+        planned = tokenmerge.plan(transformer, technique, height=side, width=side, frames=3, **scales)
+        assert planned.groups[0].regions == told[-1]
+    assert told == ["4 tiles of 3x4x4", "2 tiles of 8x4, 4 tiles of 2x4x4"]
 
 
 def test_sparse_attention_is_held_and_not_merged() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
-import tiny
 import tokenmerge
 import zoo
-from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge import Hold, Merge, TokenMergeError, api
 from tokenmerge.families import family_of
 from tokenmerge.families.calls import TokenGrid
 from tokenmerge.merging.grid import partition_grids
@@ -84,6 +84,26 @@ def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
     assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
 
 
+@pytest.mark.parametrize("technique", ["toma-once", Merge(method="tomesd", selection="random")], ids=str)
+def test_where_no_region_fits_both_a_given_frame_is_left_and_the_video_merges(technique: Any) -> None:
+    """Also in the plan: of a pipeline, since the denoiser does not know that every token gets a time."""
+    model = zoo.MODELS["wan2.2-ti2v-image"]
+    pipe = model.build()
+    height, width = model.sizes[0]
+    (planned,) = tokenmerge.plan(pipe, technique, height=height, width=width, frames=model.frames).groups
+    tokenmerge.apply(pipe, technique)
+    zoo.draw(pipe, model, steps=2)
+    (ran,) = tokenmerge.summary(pipe).groups
+    assert (ran["grid"], ran["regions"]) == (planned.grid, planned.regions)
+    assert ran["tokens"] == f"{planned.tokens} -> {planned.merged}"
+    assert planned.tokens == 2 * 64
+    assert 0 < planned.saved < planned.total
+    (drawn,) = api.token_maps(pipe)
+    assert drawn.grid == TokenGrid(8, 8, 2)
+    assert drawn.owners.unique().shape[0] <= planned.merged
+    assert drawn.owners.max() < 128
+
+
 # Text
 
 
@@ -96,6 +116,25 @@ def test_text_of_two_lengths_in_one_step() -> None:
     assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 3}
     assert found.isfinite().all()
     assert torch.equal(zoo.draw(pipe, model, steps=6, text=5, negative_text=9), found)
+
+
+# Pipelines that differ from one in the contract by how they call
+
+
+def test_the_first_of_the_editing_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It makes pictures and references of a megapixel.
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (32, 32, None))
+    model = zoo.MODELS["qwen-edit-plus"]
+    pipe = zoo._pipeline("QwenImageEditPipeline", **zoo._qwen_parts())
+    plain = zoo.draw(pipe, model)
+    tokenmerge.apply(pipe, [Merge(), HOLD])
+    merged = zoo.draw(pipe, model)
+    assert merged.isfinite().all()
+    assert not torch.equal(merged, plain)
+    (group,) = tokenmerge.summary(pipe).groups
+    assert (group["grid"], group["tokens"]) == ("8x8 + 4x4", "80 -> 40")
+    tokenmerge.remove(pipe)
+    assert torch.equal(zoo.draw(pipe, model), plain)
 
 
 # Regions
@@ -126,22 +165,7 @@ def test_ragged_tiles_of_real_sizes_straddle_neither_images_nor_frames(spec: str
 
 
 def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
-    transformer = tiny._seeded(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=8,
-            num_layers=3,
-            num_single_layers=3,
-            num_refiner_layers=1,
-            text_embed_dim=16,
-            pooled_projection_dim=8,
-            rope_axes_dim=(4, 2, 2),
-            guidance_embeds=False,
-            image_condition_type="token_replace",
-        )
-    )
+    transformer = zoo._hunyuanvideo(image_condition_type="token_replace", guidance_embeds=False).transformer
     with pytest.raises(TokenMergeError, match=r"counts the tokens of its first frame.*use Hold"):
         tokenmerge.apply(transformer, Merge())
     given = family_of(transformer).example(transformer, 1, 8, 8, 3)
@@ -150,6 +174,61 @@ def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
     found = calls(transformer, given, [1.0, 0.9])
     assert torch.equal(found[0], plain[0])
     assert tokenmerge.summary(transformer).steps == {"full": 1, "held": 1}
+
+
+def uneven_text(given: dict[str, Any]) -> dict[str, Any]:
+    mask = given["encoder_attention_mask"].clone()
+    mask[1, 40:] = False
+    return {"encoder_attention_mask": mask}
+
+
+UNMERGEABLE = {
+    # Of the same number of tokens.
+    "qwen": (lambda given: {"img_shapes": [[(1, 8, 8)], [(1, 4, 16)]]}, "batch have images of different sizes"),
+    "zimage": (lambda given: {"x": [given["x"][0], given["x"][1][:, :, :8]]}, "batch have different sizes"),
+    "zimage-turbo": (
+        lambda given: {
+            **{name: [given[name]] for name in ("x", "cap_feats")},
+            **{"t": given["t"][:1], "siglip_feats": [None], "image_noise_mask": [[0, 1]]},
+        },
+        "with reference images mixes text between them",
+    ),
+    "lumina2": (uneven_text, "prompts of a batch have different lengths"),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGEABLE)
+def test_calls_that_cannot_be_merged_are_held(name: str) -> None:
+    _, denoiser = built(name)
+    changed, reason = UNMERGEABLE[name]
+    given = family_of(denoiser).example(denoiser, 2, 16, 16)
+    given |= changed(given)
+    rises = name != "qwen"
+    factors = [0.6, 0.7, 0.8, 0.9] if rises else [0.9, 0.8, 0.7, 0.6]
+    plain = calls(denoiser, given, factors)
+    tokenmerge.apply(denoiser, Merge())
+    with pytest.raises(TokenMergeError, match=f"{reason}.*; use Hold"):
+        calls(denoiser, given, factors)
+    tokenmerge.apply(denoiser, HOLD)
+    found = calls(denoiser, given, factors)
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+    first, second = (torch.cat([each.flatten() for each in step]) for step in (plain[0], found[0]))
+    assert torch.equal(first, second)
+
+
+def test_conditions_of_ltx_lie_on_no_grid_and_are_held() -> None:
+    model = zoo.MODELS["ltx"]
+    parts = {name: part for name, part in model.build().components.items() if part is not None}
+    parts["scheduler"] = zoo._flow()
+    pipe = zoo._pipeline("LTXConditionPipeline", **parts)
+    height, width = model.sizes[0]
+    given = {"steps": 4, "image": zoo._picture(height, width, 0)}
+    tokenmerge.apply(pipe, Merge())
+    with pytest.raises(TokenMergeError, match=r"the 192 tokens of this call lie on no grid; use Hold"):
+        zoo.draw(pipe, model, **given)
+    tokenmerge.apply(pipe, HOLD)
+    assert zoo.draw(pipe, model, **given).isfinite().all()
+    assert tokenmerge.summary(pipe).steps == {"full": 3, "held": 1}
 
 
 def test_calls_that_fill_a_cache_of_keys_and_values_are_not_merged() -> None:

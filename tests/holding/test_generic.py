@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -628,6 +629,43 @@ def test_real_classes_at_sizes_in_turn_and_with_guidance(real: nn.Module, case: 
     pairs = [[case.call(real, step, batch=batch) for batch in (2, 1)] for step in range(4)]
     assert same([pair[0] for pair in pairs], expected[0])
     assert same([pair[1] for pair in pairs], expected[2])
+
+
+@pytest.mark.parametrize("name", [name for name, case in DENOISERS.items() if case.rises])
+def test_rising_times_are_the_steps_of_one_image(name: str) -> None:
+    denoiser = DENOISERS[name].build()
+    tokenmerge.apply(denoiser, HOLD)
+    drawn(DENOISERS[name], denoiser, 4)
+    assert tokenmerge.summary(denoiser).steps == {"full": 2, "held": 2}
+
+
+def test_both_denoisers_of_a_pipeline_are_held() -> None:
+    """Ideogram 4 has another one for the call without a prompt."""
+    case = DENOISERS["Ideogram4Transformer2DModel"]
+    denoisers = {"transformer": case.build(), "unconditional_transformer": case.build()}
+    pipe = zoo._pipeline("Ideogram4Pipeline", scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), **denoisers)
+    packed = case.given(1, 8, 8)
+    names = ("encoder_hidden_states", "position_ids", "segment_ids", "indicator")
+    # A prompt has no other way in than the text encoder.
+    pipe.encode_prompt = lambda **_: tuple(packed[name] for name in names)
+    text = packed["hidden_states"].shape[1] - 64
+
+    def draw() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        sides = {"height": 128, "width": 128, "max_sequence_length": text, "num_inference_steps": 4}
+        guidance = {"guidance_scale": 4.0, "guidance_schedule": None}
+        return pipe("", generator=generator, output_type="latent", **sides, **guidance).images
+
+    plain = draw()
+    tokenmerge.apply(pipe, HOLD)
+    assert not torch.equal(draw(), plain)
+    summary = tokenmerge.summary(pipe)
+    assert [each.steps for each in (summary, *summary.others)] == [{"full": 3, "held": 1}] * 2
+    tokenmerge.remove(pipe)
+    assert torch.equal(draw(), plain)
+    pipe.unconditional_transformer = torch.compile(pipe.unconditional_transformer)
+    with pytest.raises(TokenMergeError, match="compiled as a whole already"):
+        tokenmerge.compile(pipe)
 
 
 # With a table and without

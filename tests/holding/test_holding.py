@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tiny
 import tokenmerge
+import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.api import token_maps
 from tokenmerge.families import denoiser_of, family_of
@@ -52,7 +53,8 @@ class Loop:
 
 
 def build(kind: str, *techniques: Merge | Hold) -> tuple[nn.Module, Loop]:
-    denoiser, loop = denoiser_of(tiny.build(kind)), Loop()
+    """kind: of `tiny.py`, or else a model of `zoo.py`."""
+    denoiser, loop = denoiser_of(tiny.build(kind) if kind in tiny.KINDS else zoo.MODELS[kind].build()), Loop()
     if techniques:
         tokenmerge.apply(denoiser, list(techniques), scheduler=loop)
     return denoiser, loop
@@ -218,6 +220,12 @@ BETWEEN = {
     "layers that are skipped": ("sd3", {"skip_layers": [0]}),
     "ControlNet of SD3": ("sd3", {"block_controlnet_hidden_states": [RESIDUAL]}),
     "ControlNet of Flux": ("flux", {"controlnet_block_samples": [RESIDUAL] * 2}),
+    "ControlNet of Chroma": (
+        "chroma",
+        {"controlnet_block_samples": [RESIDUAL] * 2, "controlnet_single_block_samples": [RESIDUAL]},
+    ),
+    # Those of its single blocks diffusers adds to nothing, since it leaves out as many tokens as there are of text.
+    "ControlNet of Bria": ("bria", {"controlnet_block_samples": [RESIDUAL] * 2}),
 }
 
 

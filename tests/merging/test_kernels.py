@@ -581,12 +581,13 @@ def test_the_benchmark_runs_and_refuses_wrong_results(
     out = tmp_path / "ops.jsonl"
     benchmark.main(["--smoke", "--out", str(out)])
     printed = capsys.readouterr().out
-    assert "| 2 x 8x8 x 24 float32 | tile:4x4 | 0.5 | unmerge |" in printed
+    for layer in ("2 x 8x8 x 24", "1 x 3x4x4 x 24"):
+        assert f"| {layer} float32 | tile:2x4x4 | 0.5 | unmerge |" in printed
     benchmark.main(["--table", str(out)])
     assert capsys.readouterr().out == printed
     right = kernels.merge
     monkeypatch.setattr(kernels, "merge", lambda *arguments: right(*arguments) * 1.01)
-    with pytest.raises(benchmark.WrongResult, match="merge in tile:4x4 of smoke is off by"):
+    with pytest.raises(benchmark.WrongResult, match="merge in tile:2x4x4 of smoke is off by"):
         benchmark.main(["--smoke", "--operations", "merge"])
 
 

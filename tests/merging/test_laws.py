@@ -16,6 +16,7 @@ from tokenmerge.config import Regions
 from tokenmerge.families.calls import DenoiserCall, Shard, TokenGrid
 from tokenmerge.merging.controller import Merging
 from tokenmerge.merging.grid import (
+    drawn_image,
     invert_order,
     join_regions,
     layout_for,
@@ -122,7 +123,7 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     assert layout == layout_for((grid,), technique)
     row = TokenGrid(1, grid.count)
     assert layout == layout_for((row,), technique), "shapes of one frame may depend on the token count alone"
-    assert (partition.grids, partition.whole) == ((grid,), 0)
+    assert (partition.grids, partition.before, partition.after) == ((grid,), 0, 0)
     order = torch.arange(grid.count) if partition.order is None else partition.order
     assert torch.equal(order.sort().values, torch.arange(grid.count))
 
@@ -502,11 +503,18 @@ def test_no_region_holds_tokens_of_two_images_nor_of_frames_it_should_not(
     partition = partition_grids(given_grids, technique)
     layout, merging = partition.layout, partition.grids
     assert merging == merging_grids(given_grids, technique)
-    assert merging in (given_grids, given_grids[:1])
+    drawn = drawn_image(given_grids)
+    assert drawn == 0 or given_grids[drawn].frames > given_grids[0].frames
+    assert merging in (given_grids, given_grids[drawn : drawn + 1])
+    if len(merging) < len(given_grids):
+        before, after = given_grids[:drawn], given_grids[drawn + 1 :]
+        assert partition.before == sum(grid.count for grid in before)
+        assert partition.after == sum(grid.count for grid in after)
     assert layout == layout_for(merging, technique)
     assert layout.tokens == sum(grid.count for grid in merging)
-    assert layout.tokens + partition.whole == sum(grid.count for grid in given_grids)
-    assert ("of the first image" in partition.description) == (partition.whole > 0)
+    assert partition.before + layout.tokens + partition.after == sum(grid.count for grid in given_grids)
+    assert ("of the first image" in partition.description) == (partition.before == 0 < partition.after)
+    assert ("of the frames after the first" in partition.description) == (partition.before > 0)
     assert layout.select_size == layout.merge_size
     assert ratio == 0 or layout.merged < layout.tokens or math.gcd(*(grid.area for grid in merging)) == 1
     for order in (partition.order, partition.merge_order):
@@ -524,7 +532,7 @@ def test_what_processes_have_of_regions_is_all_of_them(
     parts = [list(part) for part in torch.arange(tokens).tensor_split(ranks)]
     owner = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
     regions_of = in_regions(partition.order, layout.tokens, layout.select_size)
-    owners = owner[regions_of]
+    owners = owner[regions_of + partition.before]
     counts = owners[:, 0].bincount(minlength=ranks)
     whole = bool((owners == owners[:, :1]).all())
     fits = whole and bool(counts.min()) and (not even or counts.min() == counts.max())
@@ -537,12 +545,13 @@ def test_what_processes_have_of_regions_is_all_of_them(
     found = []
     for shard, part in zip(shards, parts, strict=True):
         own = shard_partition(partition, shard)
-        assert own.layout.tokens + own.whole == len(part)
+        assert own.before + own.layout.tokens + own.after == len(part)
         assert own.layout.select_size == layout.select_size
         assert own.layout.merged * layout.tokens == layout.merged * own.layout.tokens
-        found.append(in_regions(own.order, own.layout.tokens, layout.select_size) + int(part[0]))
-        assert torch.equal(in_regions(own.merge_order, own.layout.tokens, layout.select_size) + int(part[0]), found[-1])
-    assert torch.equal(torch.cat(found).sort(0).values, regions_of.sort(0).values)
+        begin = int(part[0]) + own.before
+        found.append(in_regions(own.order, own.layout.tokens, layout.select_size) + begin)
+        assert torch.equal(in_regions(own.merge_order, own.layout.tokens, layout.select_size) + begin, found[-1])
+    assert torch.equal(torch.cat(found).sort(0).values, regions_of.sort(0).values + partition.before)
 
 
 @settings(max_examples=400, deadline=None)
@@ -579,16 +588,22 @@ def test_nor_does_a_merging_region(
         # Alike, but one region would hold both.
         ((TokenGrid(8, 8), TokenGrid(8, 8)), "whole", 1),
         ((TokenGrid(8, 8), TokenGrid(8, 8)), "tile:1", 2),
+        # A first frame that may be given, and the video.
+        ((TokenGrid(8, 8), TokenGrid(8, 8, 3)), "whole", 1),
+        ((TokenGrid(8, 8), TokenGrid(8, 8, 3)), "stripe:1", 1),
     ],
 )
-def test_several_images_merge_where_regions_fit_all_and_else_the_first_alone(
+def test_several_images_merge_where_regions_fit_all_and_else_the_drawn_one_alone(
     given_grids: tuple[TokenGrid, ...], spec: str, merging: int
 ) -> None:
     partition = partition_grids(given_grids, Merge(regions=spec))
-    assert partition.grids == given_grids[:merging]
-    assert partition.whole == sum(grid.count for grid in given_grids[merging:])
+    video = given_grids[-1].frames > 1
+    drawn = given_grids if merging == 2 else given_grids[1:] if video else given_grids[:1]
+    assert partition.grids == drawn
+    left = sum(grid.count for grid in given_grids) - sum(grid.count for grid in drawn)
+    assert (partition.before, partition.after) == ((left, 0) if video else (0, left))
     if merging == 1:
-        alone = partition_grids(given_grids[:1], Merge(regions=spec))
+        alone = partition_grids(drawn, Merge(regions=spec))
         assert partition.layout == alone.layout
         orders = (partition.order, alone.order)
         assert torch.equal(*orders) if None not in orders else orders == (None, None)

@@ -286,7 +286,7 @@ def test_a_grid_without_cells_is_refused_and_of_several_images_the_first_merges(
     with pytest.raises(TokenMergeError, match="no 2x2 cell"):
         method.partition((TokenGrid(1, 64),), technique)
     partition = method.partition((TokenGrid(8, 8), TokenGrid(8, 8)), technique)
-    assert (partition.layout.tokens, partition.whole) == (64, 64)
+    assert (partition.layout.tokens, partition.before, partition.after) == (64, 0, 64)
 
 
 @pytest.mark.parametrize("kind", ["sdxl", "sd3"])

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import tokenmerge
 import zoo
+from denoisers import DENOISERS
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.planning import told_steps
 from traces import attributes, same
@@ -23,7 +24,8 @@ WAYS = {
 
 LITTLE = "less than 15 %: Hold saves little. At more drift:"
 HOLDS_MORE = "Hold(every=2, start=0), which holds more"
-MERGES = "Merge(ratio=0.5), which saves work in every step"
+MERGES = ", which saves work in every step"
+MERGE = f"Merge(ratio=0.5){MERGES}"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -43,8 +45,8 @@ def test_the_plan_tells_what_the_run_then_does(kind: str, way: str) -> None:
     assert list(ran) == ([group.name for group in plan.groups] if plan.techniques.merge else [])
     for group in plan.groups if ran else ():
         assert ran[group.name]["sites"] == group.merges
-        assert ran[group.name]["grid"] == str(group.grid)
-        assert ran[group.name]["tokens"] == f"{group.grid.count} -> {group.merged}"
+        assert ran[group.name]["grid"] == group.grid
+        assert ran[group.name]["tokens"] == f"{group.tokens} -> {group.merged}"
         assert ran[group.name]["regions"] == group.regions
 
 
@@ -156,7 +158,7 @@ def test_a_summary_of_nothing() -> None:
         ({"full": 4, "merged": 6, "held": 10}, "4 full, 6 merged, 10 held."),
         ({"held": 2, "full": 3}, "3 full, 2 held."),
         ({"merged": 5, "skipped": 5}, "5 merged, 5 skipped by a cache."),
-        ({"full": 4}, f"4 full: nothing was saved. For so few steps, at more drift: {HOLDS_MORE}, or {MERGES}."),
+        ({"full": 4}, f"4 full: nothing was saved. For so few steps, at more drift: {HOLDS_MORE}, or {MERGE}."),
         (
             {"full": 1},
             "1 full: nothing was saved. For so few steps, at more drift: Hold(every=2, start=0) in 3 steps or more",
@@ -171,7 +173,7 @@ def test_steps_in_words(steps: dict[str, int], told: str) -> None:
 @pytest.mark.parametrize(
     ("steps", "hold", "told"),
     [
-        ({"full": 18, "held": 2}, None, f"2 of 20 steps were held, {LITTLE} {HOLDS_MORE}, or {MERGES}."),
+        ({"full": 18, "held": 2}, None, f"2 of 20 steps were held, {LITTLE} {HOLDS_MORE}, or {MERGE}."),
         ({"full": 17, "held": 3}, Hold(every=3), None),
         ({"merged": 2}, None, None),
         ({"merged": 2}, Hold(every=1), None),
@@ -214,9 +216,22 @@ def test_models_of_few_steps_do_not_pretend(name: str, steps: int) -> None:
         summary = tokenmerge.summary(pipe)
         assert sum(summary.steps.values()) == steps
         little = summary.steps.get("held", 0) < 0.15 * steps
-        assert (HOLDS_MORE in str(summary)) == (MERGES in str(summary)) == little
+        preset = "video" if model.frames > 1 else "dit"
+        merges = f'or apply(pipe, "{preset}"){MERGES}'
+        assert (HOLDS_MORE in str(summary)) == (merges in str(summary)) == little
         seen.add(little)
     assert seen == {True, False}
+
+
+def test_nobody_is_told_to_merge_what_cannot_be_merged() -> None:
+    case = DENOISERS["SanaTransformer2DModel"]
+    denoiser = case.build()
+    tokenmerge.apply(denoiser)
+    for step in range(4):
+        case.call(denoiser, step)
+    told = str(tokenmerge.summary(denoiser))
+    assert HOLDS_MORE in told
+    assert "erge" not in told.partition("For so few steps")[2]
 
 
 def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:
@@ -226,7 +241,7 @@ def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:
     assert tiny.draw(pipe, size=(32, 32)).isfinite().all()
     ran = [(group["grid"], group["tokens"]) for group in tokenmerge.summary(pipe).groups]
     plan = tokenmerge.plan(pipe, "tomesd", levels=(1,), height=32, width=32)
-    told = [(str(group.grid), f"{group.grid.count} -> {group.merged}") for group in plan.groups]
+    told = [(group.grid, f"{group.tokens} -> {group.merged}") for group in plan.groups]
     assert told == [*ran, ("4x4", "16 -> 16"), ("2x2", "4 -> 4"), ("1x1", "1 -> 1")]
     with pytest.raises(TokenMergeError, match="1x1 token grid has no 2x2 cell"):
         tokenmerge.plan(pipe, "tomesd", height=32, width=32)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..errors import TokenMergeError
-from ..families import denoisers_of, family_of
+from ..families import PARTS, denoisers_of, family_of
 from ..runtime.state import APPLIED
 from .graphs import GraphedForward, Recordable
 
@@ -97,7 +97,7 @@ def _applied_state(denoiser: nn.Module) -> Recordable | None:
 
 def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
     whole = denoiser._compiled_call_impl is not None or any(
-        hasattr(getattr(model, name, None), "_orig_mod") for name in ("unet", "transformer", "transformer_2")
+        hasattr(getattr(model, name, None), "_orig_mod") for name in PARTS
     )
     if whole or hasattr(model, "_orig_mod"):
         raise TokenMergeError(

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import TokenMergeError
 from .base import Block, BlockKind, Component, Family
 
-__all__ = ["Block", "BlockKind", "Component", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
+__all__ = ["PARTS", "Block", "BlockKind", "Component", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
 
 # In the order that people are told of them.
 _TABLES = (
@@ -37,8 +37,8 @@ _TABLES = (
 )
 # What people are told of where nothing has a similar name.
 _BEST_KNOWN = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
-# Where pipelines keep denoisers. Wan 2.2 A14B has one for high noise and one for low.
-_PARTS = ("unet", "transformer", "transformer_2")
+# Where pipelines keep denoisers. Wan 2.2 A14B has one for high noise and one for low, Ideogram 4 one for guidance.
+PARTS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
 
 
 @cache
@@ -76,7 +76,7 @@ def family_of(denoiser: nn.Module) -> Family:
 
 def denoisers_of(model: Any) -> list[nn.Module]:
     """The denoisers of a pipeline, or the module itself; compiled modules are looked into."""
-    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in _PARTS]
+    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in PARTS]
     found = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
         name = type(model).__name__

@@ -9,7 +9,7 @@ from diffusers import CogVideoXTransformer3DModel
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 
 from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
-from .reading import Latents
+from .reading import Latents, beside_channels
 
 _CALL = arguments(CogVideoXTransformer3DModel)
 _BLOCK = arguments(CogVideoXBlock)
@@ -21,7 +21,12 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, lambda config: (config.patch_size_t or 1, config.patch_size, config.patch_size), frames_axis=1)
+_CALLS = Latents(
+    _CALL,
+    lambda config: (config.patch_size_t or 1, config.patch_size, config.patch_size),
+    frames_axis=1,
+    may_be_given=beside_channels,
+)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

@@ -15,12 +15,9 @@ from .reading import latest
 
 _KIND = BlockKind(Ports())
 # What forwards call the time of a step.
-_TIMES = (
-    *("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps", "decoder_noise_time", "bb_ca_time"),
-    *("sigma", "r"),
-)
-# Whose times rise along a picture, by the start of their class's name.
-_RISING = ("Ideogram4", "Lumina", "OmniGen", "RFD4", "ZImage")
+_TIMES = ("timestep", "timesteps", "t", "vision_timesteps", "decoder_noise_time")
+# Whose times rise along a picture, with a table or without, by the start of their class's name.
+RISING = ("Ideogram4", "LongCatAudio", "Lumina", "Mochi", "OmniGen", "ZImage")
 # What a call does with a cache of keys and values, if blocks do not write to it.
 _READING = ("cached", "inject")
 
@@ -29,6 +26,7 @@ OBSTACLES = {
     "Sana": "its feed-forward layers are convolutions, which need every token in its place",
     "HiDream": "its blocks cut their own sequence into image and text by a count of tokens",
     "OmniGen": "its attention mask has rows and columns for every token",
+    "UNetMotion": "its motion blocks, which see one place of all frames, are of the class of its spatial ones",
 }
 _UNKNOWN = "there is no table that tells where its image tokens are"
 
@@ -50,10 +48,10 @@ def generic_family(denoiser: nn.Module) -> Family:
 
 def unholdable(module: nn.Module) -> str:
     """Why a module cannot be held without a table, if that is seen before it runs."""
-    if not set(_names(module)).intersection(_TIMES):
-        return "its forward takes no timestep, by which steps are told apart"
     if not candidates(module):
         return "it has no list of blocks of one class"
+    if not set(_names(module)).intersection(_TIMES):
+        return "its forward takes no timestep that is known, by which steps are told apart"
     return ""
 
 
@@ -94,7 +92,7 @@ def _read(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # What is given and what is not: a ControlNet, or a mask, may come in some calls only.
     names = tuple(name for name, value in given.items() if value is not None)
     shapes = (names, tuple((tuple(each.shape), each.dtype) for each in tensors))
-    rises = type(denoiser).__name__.startswith(_RISING)
+    rises = type(denoiser).__name__.startswith(RISING)
     return DenoiserCall(batch, first.dtype, first.device, -time if rises else time, shapes=shapes)
 
 

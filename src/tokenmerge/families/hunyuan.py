@@ -57,10 +57,12 @@ _IMAGE_CALLS = Latents(arguments(HunyuanImageTransformer2DModel), lambda config:
 _VIDEO_CALLS = Latents(
     arguments(HunyuanVideoTransformer3DModel),
     lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
+    may_be_given=lambda config: config.image_condition_type is not None,
 )
 _VIDEO15_CALLS = Latents(
     arguments(HunyuanVideo15Transformer3DModel),
     lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
+    may_be_given=lambda config: config.task_type != "t2v",
 )
 
 

@@ -1,4 +1,4 @@
-"""Mochi: joint blocks that give out video before text, whose tokens are narrower."""
+"""Mochi: joint blocks that give out video before text, whose tokens are narrower. Timesteps rise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size), rises=True)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

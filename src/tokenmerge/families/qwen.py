@@ -61,7 +61,12 @@ FAMILIES = (
         name="qwen",
         title="Qwen-Image, Edit, Edit-2509, Edit-2511",
         denoiser=QwenImageTransformer2DModel,
-        pipelines=("QwenImagePipeline", "QwenImageEditPlusPipeline", "QwenImageControlNetPipeline"),
+        pipelines=(
+            "QwenImagePipeline",
+            "QwenImageEditPipeline",
+            "QwenImageEditPlusPipeline",
+            "QwenImageControlNetPipeline",
+        ),
         steps="50, Lightning 4 or 8",
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
         read=_read,

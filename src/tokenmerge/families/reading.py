@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,9 +36,16 @@ def conditioned(
     """The grids of a video. Where every token has a timestep the first frame may be a given image, which must not merge
     with the others. may_be_given: it may be one elsewhere too."""
     per_token = isinstance(timestep, Tensor) and timestep.ndim > 1 and timestep.shape[1] > 1
-    if not (per_token or may_be_given) or frames == 1:
-        return (TokenGrid(height, width, frames),)
-    return TokenGrid(height, width), TokenGrid(height, width, frames - 1)
+    grids = (TokenGrid(height, width, frames),)
+    return first_apart(grids) if per_token or may_be_given else grids
+
+
+def first_apart(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, ...]:
+    """The first frame of a video by itself."""
+    first = grids[0]
+    if len(grids) > 1 or first.frames == 1:
+        return grids
+    return replace(first, frames=1), replace(first, frames=first.frames - 1)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,11 @@ class Ids:
     @staticmethod
     def unit(denoiser: Any, scale: int) -> int:
         return 2 * scale
+
+
+def beside_channels(config: Any) -> bool:
+    """Whether a given image enters in channels beside those that are drawn."""
+    return bool(config.in_channels != config.out_channels)
 
 
 def ids_of(height: int, width: int, columns: int = 3) -> Tensor:

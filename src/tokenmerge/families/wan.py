@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from .base import BlockKind, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
-from .reading import Latents
+from .reading import Latents, beside_channels
 
 _CALL = arguments(WanTransformer3DModel)
 _BLOCK = arguments(WanTransformerBlock)
@@ -19,7 +19,7 @@ _KIND = BlockKind(
         per_token=(*cos_sin(_BLOCK("rotary_emb"), axis=1), PerToken(_BLOCK("temb"), 1, ndim=4)),
     )
 )
-_CALLS = Latents(_CALL, lambda config: tuple(config.patch_size))
+_CALLS = Latents(_CALL, lambda config: tuple(config.patch_size), may_be_given=beside_channels)
 # As the pipeline pads them.
 _TEXT_TOKENS = 512
 

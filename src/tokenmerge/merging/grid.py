@@ -60,7 +60,8 @@ class Partition:
     merge_order: Tensor | None  # the same for merging regions
     description: str
     grids: tuple[TokenGrid, ...]  # that merge, of all that were given
-    whole: int = 0  # tokens of the images that do not merge, which come after those that do
+    before: int = 0  # tokens of the images that do not merge and come before those that do
+    after: int = 0  # and of those that come after
 
     def to(self, device: torch.device) -> Partition:
         def moved(order: Tensor | None) -> Tensor | None:
@@ -117,16 +118,29 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
     )
 
 
+def drawn_image(grids: tuple[TokenGrid, ...]) -> int:
+    """The number of the image of a sequence that is drawn: the first, before its references; or the frames of a video
+    after a first one that may be given."""
+    return max(range(len(grids)), key=lambda number: grids[number].frames)
+
+
+def drawn_alone(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, int, int]:
+    """The image that is drawn, and how many tokens come before it and after it."""
+    number = drawn_image(grids)
+    before, after = (sum(grid.count for grid in others) for others in (grids[:number], grids[number + 1 :]))
+    return grids[number], before, after
+
+
 def merging_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> tuple[TokenGrid, ...]:
-    """The images of a sequence that merge: all, or where no region of about the wished size fits all of them, the
-    first alone, which is the one that is drawn. No region holds tokens of two."""
+    """The images of a sequence that merge: all, or where no region of about the wished size fits all of them, the one
+    that is drawn. No region holds tokens of two."""
     if len(grids) == 1:
         return grids
     for regions in (technique.select_in, technique.merge_in):
         wished = _wished_size(grids, regions, technique.ratio)
         size = region_size(grids, regions, technique.ratio)
         if regions.kind == "whole" or max(size / wished, wished / size) > _MAX_STRETCH:
-            return grids[:1]
+            return (drawn_alone(grids)[0],)
     return grids
 
 
@@ -161,20 +175,22 @@ def _merge_size(grids: tuple[TokenGrid, ...], technique: Merge, select_size: int
 
 
 def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition:
-    """Lay the layout over the images of one sequence (more than one for models that take reference images)."""
+    """Lay the layout over the images of one sequence: more than one for models that take reference images, or whose
+    first frame may be given."""
     grids = merging_grids(given, technique)
     layout = layout_for(grids, technique)
-    whole = sum(grid.count for grid in given[len(grids) :])
+    _, before, after = drawn_alone(given) if len(grids) < len(given) else (None, 0, 0)
     select, how = _order(grids, technique.select_in, layout.select_size)
-    description = how + (", of the first image" if whole else "")
+    of = ", of the frames after the first" if before else ", of the first image" if after else ""
+    description = f"{how}{of}"
     if technique.merge_regions is None:
-        return Partition(layout, select, select, description, grids, whole)
+        return Partition(layout, select, select, description, grids, before, after)
     if layout.merge_size == layout.tokens:
         joined = "" if layout.select_regions == 1 else ", merged in the whole image"
-        return Partition(layout, select, None, f"{description}{joined}", grids, whole)
+        return Partition(layout, select, None, f"{description}{joined}", grids, before, after)
     kinds = {(wish.kind, *(_slabs(grid, wish) for grid in grids)) for wish in (technique.select_in, technique.merge_in)}
     if layout.merge_size == layout.select_size and len(kinds) == 1:
-        return Partition(layout, select, select, description, grids, whole)
+        return Partition(layout, select, select, description, grids, before, after)
     merge, merge_how = _order(grids, technique.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and len(kinds) == 1:
@@ -188,23 +204,24 @@ def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
     description = f"{description}, merged in {merge_how}"
-    return Partition(layout, nested, nested, description, grids, whole)
+    return Partition(layout, nested, nested, description, grids, before, after)
 
 
 def shard_partition(partition: Partition, shard: Shard) -> Partition:
     """What one process has of a partition, in the numbers of its own tokens. No region may have tokens of two."""
     layout = partition.layout
-    bounds = shard.bounds(layout.tokens + partition.whole)
+    bounds = shard.bounds(partition.before + layout.tokens + partition.after)
     begin, end = bounds[shard.rank : shard.rank + 2]
     # Parts of two sizes have no smaller regions of one size either, unless a reference image fills them up.
     uneven = bounds[-1] % shard.ranks
     way_out = "smaller regions, such as 'stripe', or another size of picture"
     way_out = f"a size of picture with a multiple of {shard.ranks} tokens" if uneven else way_out
+    before = max(0, min(partition.before, end) - begin)
     told = f"{partition.description} on the {_named(partition.grids)} token grid"
 
     def own(order: Tensor | None, size: int) -> tuple[Tensor | None, int]:
         """The order of its regions, and how many there are."""
-        regions = (torch.arange(layout.tokens) if order is None else order).view(-1, size)
+        regions = (torch.arange(layout.tokens) if order is None else order).view(-1, size) + partition.before
         owners = torch.bucketize(regions, torch.tensor(bounds[1:-1]), right=True)
         if not bool((owners == owners[:, :1]).all()):
             raise TokenMergeError(
@@ -217,14 +234,15 @@ def shard_partition(partition: Partition, shard: Shard) -> Partition:
                 f"{told}: processes have {', '.join(map(str, counts.tolist()))} of them, and must have "
                 f"{'as many each' if shard.even else 'one or more'}; use Hold"
             )
-        mine = regions[owners[:, 0] == shard.rank] - begin
+        mine = regions[owners[:, 0] == shard.rank] - begin - before
         return None if order is None else mine.flatten(), len(mine)
 
     select, count = own(partition.order, layout.select_size)
     merge, _ = own(partition.merge_order, layout.merge_size)
     layout = replace(layout, tokens=count * layout.select_size)
     description = f"{partition.description}, {count} in this process"
-    return Partition(layout, select, merge, description, partition.grids, end - begin - layout.tokens)
+    after = end - begin - before - layout.tokens
+    return Partition(layout, select, merge, description, partition.grids, before, after)
 
 
 def _named(grids: tuple[TokenGrid, ...]) -> str:

@@ -108,16 +108,16 @@ class MergeGroup:
 
     def _part(self) -> Slot:
         """Leave the tensors to a backward pass that may read them, and go on with copies."""
-        before = self.slot
-        assert before is not None
+        old = self.slot
+        assert old is not None
         assert self.partition is not None
-        ops, _ = backend_for(self._technique.backend, before.whole.device)
+        ops, _ = backend_for(self._technique.backend, old.before.device)
         with torch.inference_mode(False), torch.no_grad():
-            copies = self._method.map_over(self.partition.layout, ops, [tensor.clone() for tensor in before.tensors])
+            copies = self._method.map_over(self.partition.layout, ops, [tensor.clone() for tensor in old.tensors])
         # Not the same slot: what was recorded of it reads the old tensors.
-        self.slot = replace(before, map=copies)
+        self.slot = replace(old, map=copies)
         for key, slot in self._slots.items():
-            if slot is before:
+            if slot is old:
                 self._slots[key] = self.slot
         return self.slot
 
@@ -148,7 +148,8 @@ class MergeGroup:
         # Inference tensors could not be refreshed outside of inference mode.
         with torch.inference_mode(False):
             merge_map = self._method.empty_map(partition.layout, ops, self._technique, space)
-            return Slot(merge_map, torch.empty(partition.whole, 0, device=space.device))
+            before, after = (torch.empty(n, 0, device=space.device) for n in (partition.before, partition.after))
+            return Slot(merge_map, before, after)
 
     def _partition_for(self, call: DenoiserCall) -> Partition:
         key = (self.grids, call.shard, call.device)

@@ -95,7 +95,8 @@ def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], tech
     """Refuse what the method, or the model, cannot do."""
     obstacle = family.unmergeable(denoiser)
     if obstacle:
-        raise TokenMergeError(f"{type(denoiser).__name__} cannot be merged: {obstacle}; use Hold")
+        way_out = "use Hold, unless its first call is refused too" if family.learned else "use Hold"
+        raise TokenMergeError(f"{type(denoiser).__name__} cannot be merged: {obstacle}; {way_out}")
     if blocks and technique.sites == "component" and not any(block.kind.components for block in blocks):
         raise TokenMergeError(
             f"{type(denoiser).__name__} merges once per block, not per component; use sites='block', or the preset "

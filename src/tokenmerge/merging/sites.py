@@ -52,7 +52,8 @@ class MergeSite(Site):
         others = tokens.shape[1] - count
         if not others:
             return None, tokens, None
-        after = others if self.ports.text == "after" else self.slot.whole.shape[0]
+        text_after = self.ports.text == "after"
+        after = others - self.slot.before.shape[0] if text_after else self.slot.after.shape[0]
         first = others - after
         return (
             tokens[:, :first] if first else None,
@@ -62,7 +63,7 @@ class MergeSite(Site):
 
     def split_whole(self, tokens: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """`split` of tokens that enter; raises where they are not the map's."""
-        count, whole = self.slot.map.token_count, self.slot.whole.shape[0]
+        count, whole = self.slot.map.token_count, self.slot.before.shape[0] + self.slot.after.shape[0]
         others = tokens.shape[1] - count
         if others < whole or (others > whole and not self.ports.text):
             raise TokenMergeError(
@@ -110,7 +111,7 @@ class MergeSite(Site):
         # CogView4 makes its rotary tables on the CPU, whatever it runs on.
         table = table.to(destinations.device)
         others = table.shape[axis] - count
-        first = others - self.slot.whole.shape[0] if text == "first" else 0
+        first = others - self.slot.after.shape[0] if text == "first" else self.slot.before.shape[0]
         samples = destinations.shape[0]
         if samples > 1 and table.shape[0] == 1:
             table = table.expand(samples, *table.shape[1:])

@@ -52,8 +52,10 @@ class Slot:
     """The tensors that the layers of a group read for one size of image."""
 
     map: MergeMap | ClusterMap
-    # [W, 0] for the W image tokens that never merge: of a tensor the compiler takes the size for a variable.
-    whole: Tensor
+    # [W, 0] for the W image tokens that never merge, before those that do and after them: of a tensor the compiler
+    # takes the size for a variable.
+    before: Tensor
+    after: Tensor
     history: _History = field(default_factory=_History)
     image: int = -1  # the last one that used it
     lent: bool = False  # whether a backward pass may still read its tensors, which then must not change

@@ -26,17 +26,27 @@ class PlannedGroup:
     merged_blocks: int
     merges: int  # times tokens are merged and unmerged in one merged call
     width: int
-    grid: TokenGrid
-    layout: Layout | None  # None if nothing merges
+    grids: tuple[TokenGrid, ...]
+    layout: Layout | None  # of those that merge; None if nothing does
     regions: str
     total: float  # multiplications of a full call
     saved: float  # of which a merged call saves
     spent: float  # and spends on merging itself, on average
 
     @property
+    def grid(self) -> str:
+        """All images, as people are told of them."""
+        return " + ".join(map(str, self.grids))
+
+    @property
+    def tokens(self) -> int:
+        """That merge, if any do."""
+        return self.layout.tokens if self.layout is not None else _count(self.grids)
+
+    @property
     def merged(self) -> int:
-        """Tokens after merging."""
-        return self.layout.merged if self.layout is not None else self.grid.count
+        """What those come to after merging."""
+        return self.layout.merged if self.layout is not None else self.tokens
 
 
 def planned_groups(
@@ -66,14 +76,14 @@ def _made(timeline: Sequence[Step]) -> Made:
 def _group(
     name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall, made: Made
 ) -> PlannedGroup:
-    (grid,), width = grids_at_level(call, members[0].level), members[0].width
-    total = len(members) * _work(tuple(_SHARES), grid.count, width)
+    grids, width = grids_at_level(call, members[0].level), members[0].width
+    total = len(members) * _work(tuple(_SHARES), _count(grids), width)
     # Where nothing merges a grid need not be one that could.
     if technique is None or not places:
-        return PlannedGroup(name, len(members), 0, 0, width, grid, None, "", total, 0.0, 0.0)
+        return PlannedGroup(name, len(members), 0, 0, width, grids, None, "", total, 0.0, 0.0)
     method = method_for(technique)
     settled = method.settle(technique)
-    partition = method.partition((grid,), settled)
+    partition = method.partition(grids, settled)
     if call.shard is not None:
         # Raises where processes cannot share it. Costs are those of the whole picture.
         shard_partition(partition, call.shard)
@@ -81,10 +91,12 @@ def _group(
     blocks = len({place.block.name for place in places})
     saved = spent = 0.0
     if layout.merged < layout.tokens:
-        saved = sum(_saved(place, layout, width, keys_values=method.KEYS_VALUES) for place in places)
+        # Images that do not merge are in the same sequence.
+        after = _count(grids) - layout.tokens + layout.merged
+        saved = sum(_saved(place, _count(grids), after, width, keys_values=method.KEYS_VALUES) for place in places)
         spent = method.spent(layout, width, settled, made, blocks=blocks, merges=len(places))
     regions = partition.description
-    return PlannedGroup(name, len(members), blocks, len(places), width, grid, layout, regions, total, saved, spent)
+    return PlannedGroup(name, len(members), blocks, len(places), width, grids, layout, regions, total, saved, spent)
 
 
 def _work(components: tuple[str, ...], tokens: int, width: int) -> float:
@@ -94,9 +106,14 @@ def _work(components: tuple[str, ...], tokens: int, width: int) -> float:
     return linear * width**2 * tokens + square * width * tokens**2
 
 
-def _saved(place: MergePlace, layout: Layout, width: int, *, keys_values: bool) -> float:
+def _saved(place: MergePlace, before: int, after: int, width: int, *, keys_values: bool) -> float:
+    """What fewer tokens save at a place."""
     if keys_values:
         # Of keys or of values: a projection, and one of attention's two products, with all queries.
-        return (width**2 + width * layout.tokens) * (layout.tokens - layout.merged)
+        return (width**2 + width * before) * (before - after)
     components = (place.component,) if place.component in _SHARES else tuple(_SHARES)
-    return _work(components, layout.tokens, width) - _work(components, layout.merged, width)
+    return _work(components, before, width) - _work(components, after, width)
+
+
+def _count(grids: tuple[TokenGrid, ...]) -> int:
+    return sum(grid.count for grid in grids)

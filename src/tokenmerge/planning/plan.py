@@ -32,6 +32,7 @@ class Plan:
     runs: tuple[HeldRun, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
     timeline: tuple[Step, ...] = ()  # with one call a step
+    merging: str = ""  # the preset that merges this model best, if it can be merged
     lora: Lora | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -73,9 +74,9 @@ class Plan:
             "groups": [
                 {
                     "name": group.name,
-                    "grid": str(group.grid),
+                    "grid": group.grid,
                     "regions": group.regions,
-                    "tokens": group.grid.count,
+                    "tokens": group.tokens,
                     "merged": group.merged,
                     "blocks": group.blocks,
                     "merged_blocks": group.merged_blocks,
@@ -119,13 +120,13 @@ class Plan:
 
     def _table(self) -> str:
         header = ["group", "blocks", "grid"]
-        rows = [[group.name, str(group.blocks), str(group.grid)] for group in self.groups]
+        rows = [[group.name, str(group.blocks), group.grid] for group in self.groups]
         if self.techniques.merge is not None:
             header += ["merged", "tokens", "regions", "saved", "spent"]
             for row, group in zip(rows, self.groups, strict=True):
                 row += [
                     str(group.merged_blocks),
-                    f"{group.grid.count} -> {group.merged}",
+                    f"{group.tokens} -> {group.merged}",
                     group.regions or "not merged",
                 ]
                 row += [f"{group.saved / self._total:.1%}", f"{group.spent / self._total:.1%}"]
@@ -172,7 +173,8 @@ def make_plan(
     groups: tuple[PlannedGroup, ...] = ()
     if call is not None and call.grids:
         groups = tuple(planned_groups(family.blocks(denoiser), sites, merge, call, kinds))
-    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, lora)
+    preset = "" if family.unmergeable(denoiser) else family.merging
+    return Plan(type(denoiser).__name__, family.name, techniques, sites, runs, groups, kinds, preset, lora)
 
 
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:

@@ -57,7 +57,8 @@ class Summary:
         if self.residual_bytes:
             lines.append(f"Residuals take {self.residual_bytes / 2**20:.1f} MiB.")
         if self.steps:
-            lines.append(told_steps(self.steps, self.plan.techniques.hold))
+            merging = f'apply(pipe, "{self.plan.merging}")' if self.plan.merging else ""
+            lines.append(told_steps(self.steps, self.plan.techniques.hold, merging))
         if self.drift is not None:
             lines.append(str(self.drift))
         if self.nonsense:
@@ -71,26 +72,29 @@ class Summary:
         return "\n".join(lines)
 
 
-def told_steps(steps: Mapping[str, int], hold: Hold | None = None) -> str:
-    """What the steps of an image did, by kind, and what saves more where little was saved. hold: that was applied."""
+def told_steps(steps: Mapping[str, int], hold: Hold | None = None, merging: str = "Merge(ratio=0.5)") -> str:
+    """What the steps of an image did, by kind, and what saves more where little was saved. hold: that was applied.
+    merging: what merges the model; empty if nothing can."""
     named = {FULL: "full", MERGED: "merged", HELD: "held", "skipped": "skipped by a cache"}
     told = ", ".join(f"{steps[kind]} {name}" for kind, name in named.items() if steps.get(kind))
     told = f"Steps of the last image: {told}"
     total, held = sum(steps.values()), steps.get(HELD, 0)
     if not steps.get(MERGED) and not held:
         saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
-        return f"{told}: {saved}. For so few steps, at more drift: {_saves_more(steps)}."
+        return f"{told}: {saved}. For so few steps, at more drift: {_saves_more(steps, merging)}."
     # With every=1 nobody asks for held steps.
     asked = hold is not None and hold.acts
     if (asked or held) and held < _LITTLE * total:
         share = f"{held} of {total} steps were held, less than {100 * _LITTLE:.0f} %"
-        return f"{told}. {share}: Hold saves little. At more drift: {_saves_more(steps)}."
+        return f"{told}. {share}: Hold saves little. At more drift: {_saves_more(steps, merging)}."
     return f"{told}."
 
 
-def _saves_more(steps: Mapping[str, int]) -> str:
-    merge = "a Merge of a higher ratio" if steps.get(MERGED) else "Merge(ratio=0.5), which saves work in every step"
+def _saves_more(steps: Mapping[str, int], merging: str) -> str:
     # The first and the last step always run.
     few = sum(steps.values()) < 3
     hold = "Hold(every=2, start=0) in 3 steps or more" if few else "Hold(every=2, start=0), which holds more"
+    if not merging:
+        return hold
+    merge = "a Merge of a higher ratio" if steps.get(MERGED) else f"{merging}, which saves work in every step"
     return f"{hold}, or {merge}"

@@ -17,7 +17,7 @@ from ...errors import TokenMergeError
 from ...families.calls import TokenGrid
 from ...runtime.timeline import ALWAYS
 from ..clustermap import ClusterMap
-from ..grid import Layout, Partition
+from ..grid import Layout, Partition, drawn_alone
 from .base import REGIONS, WEIGHTS, ClusterMethod, Given, Made
 
 _SIDE = 2
@@ -53,8 +53,8 @@ class Bipartite(ClusterMethod):
         return technique.selection == "random"
 
     def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
-        # Of reference images none is matched with the picture.
-        grid = grids[0]
+        # Of reference images none is matched with the picture, nor is a given frame with the others.
+        grid, before, after = drawn_alone(grids)
         if min(grid.height, grid.width) < _SIDE:
             raise TokenMergeError(
                 f"a {grid} token grid has no {_SIDE}x{_SIDE} cell to match in; use a larger image, or method='toma'"
@@ -64,7 +64,7 @@ class Bipartite(ClusterMethod):
             description = f"{_SIDE}x{_SIDE} cells, random tokens (top left in odd batches)"
         removed = int(grid.count * technique.ratio)
         layout = Layout(grid.count, grid.count, grid.count - removed, grid.count)
-        return Partition(layout, None, None, description, grids[:1], sum(each.count for each in grids[1:]))
+        return Partition(layout, None, None, description, (grid,), before, after)
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
         # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:

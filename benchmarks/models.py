@@ -1,0 +1,69 @@
+"""Times the large models that were never timed on a GPU, one after the other, each into a file of its own.
+
+    python benchmarks/models.py               # all, to benchmarks/results; once killed, it goes on where it was
+    python benchmarks/models.py wan-480p      # some of them
+    python benchmarks/models.py --plan        # without a GPU: what would merge and be held, and that all can be
+
+Weights are random, sizes those of the published models. Merging is timed beside its bound. CUDA graphs are used where
+a step is short; one of Wan 14B takes seconds, so launches cost it nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tokenmerge.tools.bench import candidates_for
+from tokenmerge.tools.cli.main import main as tokenmerge
+from tokenmerge.tools.cli.main import parser as command_line
+from tokenmerge.tools.loading import outline
+from tokenmerge.tools.typed import read_configurations
+
+RESULTS = Path(__file__).parent / "results"
+_VIDEO = "--frames 81 --techniques video hold:every=3"
+# In the order that they are wanted in. Distilled models have few steps, of which the default of Hold holds none.
+RUNS = {
+    "flux2-klein": "--model flux2-klein-random --steps 4 --techniques dit hold:every=2,start=0 --modes graph",
+    "qwen": "--model qwen-random --techniques dit hold:every=3 --modes graph",
+    "z-image": "--model z-image-random --steps 8 --techniques dit hold:every=2,start=0 --modes graph",
+    "wan-480p": f"--model wan-random --sizes 832x480 {_VIDEO} --repeats 5",
+    "wan-720p": f"--model wan-random --sizes 1280x720 {_VIDEO} --repeats 3 --warmups 1",
+    "wan-1.3b": f"--model wan-1.3b-random --sizes 832x480 {_VIDEO} --modes graph",
+}
+RATIOS = "--ratios 0.5,0.75"
+
+
+def words(name: str) -> list[str]:
+    """Of the command of a run."""
+    return ["bench", *RUNS[name].split(), *RATIOS.split()]
+
+
+def plan(name: str) -> None:
+    """Print what every technique of a run does; raises where one cannot be."""
+    options = command_line().parse_args(words(name))
+    model = outline(options.model)
+    print(f"{name}: tokenmerge {' '.join(words(name))}\n")
+    for width, height in options.sizes or (model.own_size,):
+        for each in candidates_for(read_configurations(options.techniques, options.ratios)):
+            told = model.plan(each.techniques, width, height, steps=options.steps, frames=options.frames)
+            print(f"{each.label}: {told}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)} (default: all)")
+    parser.add_argument("--plan", action="store_true")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(RUNS)
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from {', '.join(RUNS)}")
+    for name in options.names or RUNS:
+        if options.plan:
+            plan(name)
+        elif code := tokenmerge([*words(name), "--out", str(RESULTS / f"{name}.jsonl"), "--resume"]):
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
