@@ -37,7 +37,7 @@ from tokenmerge.tools.healing import memory
 from tokenmerge.tools.healing.adapter import Adapter
 from tokenmerge.tools.healing.data import BLANK, read_items, split
 from tokenmerge.tools.healing.memory import bytes_of_one
-from tokenmerge.tools.healing.noising import NoisedCall, Noising
+from tokenmerge.tools.healing.noising import NoisedCall, Noising, joined
 from tokenmerge.tools.healing.run import LORA, LORA_FOR_COMFYUI, Healing, _accelerator, _Run, heal, held_out_calls
 from tokenmerge.tools.healing.training import Lessons, Trainer, _order
 from tokenmerge.tools.loading import load_pipeline
@@ -159,6 +159,25 @@ def test_pictures_and_captions_are_encoded_once(model: str, merge: str, pictures
 def same(one: NoisedCall, other: NoisedCall) -> bool:
     tensors = [[leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)] for call in (one, other)]
     return len(tensors[0]) > 3 and all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+@pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
+def test_calls_at_different_noise_are_joined(model: str, merge: str, pictures: Path) -> None:
+    studio = Studio(Setup(model=model, size=(64, 64), device="cpu", threads=1))
+    denoiser, items = denoiser_of(studio.pipe), read_items(pictures)
+    noising = Noising(studio.pipe, studio.request, preset(merge))
+    calls = [noising.call(items[:2], ["a rose", ""], 3, 0), noising.call(items[2:3], ["a daisy"], 20, 1)]
+    with torch.no_grad():
+        expected = torch.cat([call.output(denoiser) for call in calls])
+        torch.testing.assert_close(joined(calls).output(denoiser), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_has_noise_of_all_parts_of_the_window(pictures: Path) -> None:
+    trainer = trainer_of(size=(64, 64), rank=4)
+    levels = [timestep_of(*trainer.noising.call([BLANK], [""], step, 0)) for step in trainer.noising.steps]
+    for seed in range(3):
+        call = trainer.call(read_items(pictures), random.Random(seed))
+        assert [levels.index(float(level)) // 7 for level in call.kwargs["timestep"]] == [0, 1, 2, 3]
 
 
 def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,26 @@ class NoisedCall(NamedTuple):
         return denoiser(*self.args, **{**self.kwargs, "return_dict": False})[0]
 
 
+def joined(calls: Sequence[NoisedCall]) -> NoisedCall:
+    """One call for the rows of all, each at the noise of its own."""
+    return NoisedCall(*_joined([tuple(call) for call in calls], [call.rows for call in calls]))
+
+
+def _joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts], rows) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(items, rows) for items in zip(*parts, strict=True))
+    if not isinstance(first, Tensor):
+        return first
+    if first.ndim == 0:
+        # A timestep, where all rows are at the same.
+        return torch.cat([part.expand(count) for part, count in zip(parts, rows, strict=True)])
+    # All share what has no row for each, such as positions.
+    return torch.cat(list(parts)) if first.shape[0] == rows[0] else first
+
+
 class _Taken(Exception):
     def __init__(self, call: NoisedCall) -> None:
         super().__init__()
