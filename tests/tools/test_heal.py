@@ -83,7 +83,7 @@ def trainer_of(size: tuple[int, int], rank: int) -> Trainer:
     denoiser = denoiser_of(studio.pipe)
     noising = Noising(studio.pipe, studio.request, merge)
     blocks = {place.block.name: place.block for place in merge_places(denoiser, family_of(denoiser), merge)}
-    return Trainer(Adapter(denoiser, blocks.values(), rank, 0), noising, merge, studio.device, "float32")
+    return Trainer(Adapter(denoiser, blocks.values(), rank, 0), noising, merge, studio.device, "float32", at_once=8)
 
 
 def test_the_loss_falls(pictures: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_loss_falls(pictures: Path) -> None:
     assert runs == [3]
     # A LoRA changes nothing at first.
     assert trainer.errors([call])["healed"] == pytest.approx(before, rel=1e-5)
-    losses = [trainer.learn(call, denoiser, 0.003) for _ in range(6)]
+    losses = [trainer.learn([call], denoiser, 0.003) for _ in range(6)]
     assert losses[0] == pytest.approx(before, rel=1e-5)
     after = trainer.errors([call])
     assert after["healed"] < 0.8 * before
@@ -176,8 +176,24 @@ def test_a_batch_has_noise_of_all_parts_of_the_window(pictures: Path) -> None:
     trainer = trainer_of(size=(64, 64), rank=4)
     levels = [timestep_of(*trainer.noising.call([BLANK], [""], step, 0)) for step in trainer.noising.steps]
     for seed in range(3):
-        call = trainer.call(read_items(pictures), random.Random(seed))
+        (call,) = trainer.calls(read_items(pictures), random.Random(seed))
         assert [levels.index(float(level)) // 7 for level in call.kwargs["timestep"]] == [0, 1, 2, 3]
+
+
+def test_pictures_one_at_a_time_have_destinations_of_their_own(pictures: Path) -> None:
+    """As when they are drawn. Gradients are the mean of theirs."""
+    trainer, items = trainer_of(size=(64, 64), rank=4), read_items(pictures)[:3]
+    trainer.at_once = 1
+    calls = trainer.calls(items, random.Random(0))
+    assert [call.rows for call in calls] == [1, 1, 1]
+    gradients = []
+    for some in ([calls[0]], [calls[1]], [calls[2]], calls):
+        trainer.rehearse(some)
+        gradients.append(torch.cat([weight.grad.flatten() for weight in trainer.adapter.weights.values()]))
+    torch.testing.assert_close(gradients[3], sum(gradients[:3]) / 3, rtol=1e-3, atol=1e-7)
+    trainer.rehearse([joined(calls)])
+    together = torch.cat([weight.grad.flatten() for weight in trainer.adapter.weights.values()])
+    assert (together - gradients[3]).norm() > 0.05 * gradients[3].norm()
 
 
 def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +383,7 @@ def test_two_processes_train_on_the_mean_of_their_gradients(pictures: Path, tmp_
     for step in range(2):
         gradients = []
         for number in range(2):
-            trainer.rehearse(trainer.call(lessons.batch_at(step, number, 2), random.Random(f"0 {step} {number}")))
+            trainer.rehearse(trainer.calls(lessons.batch_at(step, number, 2), random.Random(f"0 {step} {number}")))
             gradients.append([weight.grad.clone() for weight in weights.values() if weight.grad is not None])
         for weight, one, other in zip(weights.values(), *gradients, strict=True):
             weight.grad = (one + other) / 2
@@ -429,7 +445,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
     "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),
     "no reference": ({"reference": Path("nowhere")}, r"nowhere is not a folder"),
-    "memory": ({"batch": 10_000_000}, r"--batch 10000000 takes about \S+ GiB to train, and cpu has .*use --batch \d+"),
+    "memory": ({"batch": 10**7, "at_once": 10**8}, r"10000000 at once takes about \S+ GiB, .*use --at-once \d+"),
 }
 
 
@@ -460,7 +476,7 @@ def test_a_step_takes_as_much_memory_as_was_told() -> None:
     before = memory._used(cpu)
     if each is None or before is None:
         pytest.skip("this system does not tell how much memory a process uses")
-    trainer.rehearse(trainer.call([BLANK] * 6, random.Random(0)))
+    trainer.rehearse(trainer.calls([BLANK] * 6, random.Random(0)))
     after = memory._kilobytes(Path("/proc/self/status"), "VmHWM")
     assert after is not None
     assert each / 2 < (after - before) / 6 < 2 * each

@@ -58,13 +58,18 @@ def skip_reasons(places: Iterable[MergePlace]) -> dict[str, int]:
     return dict(Counter(place.skipped for place in places if place.skipped))
 
 
+def shares_destinations(places: Iterable[MergePlace]) -> bool:
+    """Whether the samples of a batch must have the same destinations: tables that they share, of positions, are
+    gathered for one set."""
+    return any(each.axis == 0 for place in places for each in place.block.kind.ports.per_token)
+
+
 def install_merging(
     places: Sequence[MergePlace], merging: Merging, installation: Installation, lora: Lora | None = None
 ) -> None:
     """Put sites on all places, and on the layers that a LoRA changes."""
     adaptation = merging.adaptation = Adaptation(lora) if lora is not None else None
-    # Tables that a batch shares are gathered for one set of destinations.
-    shared = any(each.axis == 0 for place in places for each in place.block.kind.ports.per_token)
+    shared = shares_destinations(places)
     groups: dict[str, MergeGroup] = {}
     entered: set[str] = set()
     adapted: set[str] = set()

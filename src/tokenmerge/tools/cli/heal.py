@@ -38,6 +38,13 @@ def add(commands: Any) -> None:
     add_("--rank", type=number, default=32, metavar="N", help="rank of the LoRA (default: 32)")
     add_("--steps", type=number, default=1000, metavar="N", help="training steps (default: 1000)")
     add_("--batch", type=number, default=4, metavar="N", help="pictures in a step, on each device (default: 4)")
+    add_(
+        "--at-once",
+        type=number,
+        metavar="N",
+        help="pictures of them in a call; more are faster on a GPU and take more memory (default: all, or one where "
+        "the pictures of a batch share destinations, as on Flux)",
+    )
     add_("--lr", type=parse_as(float), default=5e-4, metavar="N", help="highest learning rate (default: 0.0005)")
     add_("--seed", type=number, default=0, metavar="N", help="seed of everything (default: 0)")
     add_("--every", type=number, default=100, metavar="N", help="steps from one checkpoint to the next (default: 100)")

@@ -1,4 +1,4 @@
-"""Whether a batch fits into memory, from one trial step with a single picture."""
+"""Whether the pictures of a call fit into memory, from one trial step with a single picture."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ def told_memory(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def check_memory(trainer: Trainer, batch: int, device: torch.device) -> None:
-    """Refuse a batch that would not fit, with one that does; where memory can be told."""
+def check_memory(trainer: Trainer, device: torch.device) -> None:
+    """Refuse more pictures at once than fit, with how many do; where memory can be told."""
     each, free = bytes_of_one(trainer, device), _free_bytes(device)
     # The optimizer keeps two numbers for every weight, beside its gradient.
     kept = 3 * sum(weight.numel() * weight.element_size() for weight in trainer.adapter.weights.values())
-    if each is None or free is None or kept + batch * each <= _USABLE * free:
+    count = trainer.at_once
+    if each is None or free is None or kept + count * each <= _USABLE * free:
         return
     fits = int((_USABLE * free - kept) / each)
-    needs, there = ((kept + batch * each) / _GIB, free / _GIB)
-    way_out = f"use --batch {fits}" if fits >= 1 else "use a smaller --size or --rank"
+    needs, there = ((kept + count * each) / _GIB, free / _GIB)
+    way_out = f"use --at-once {fits}" if fits >= 1 else "use a smaller --size or --rank"
     raise TokenMergeError(
-        f"--batch {batch} takes about {needs:.1f} GiB to train, and {device} has {there:.1f} GiB free; {way_out}"
+        f"training with {count} at once takes about {needs:.1f} GiB, and {device} has {there:.1f} GiB free; {way_out}"
     )
 
 
 def bytes_of_one(trainer: Trainer, device: torch.device) -> int | None:
     """What a step takes for a single picture, at its peak; None where it cannot be known."""
-    call = trainer.call([BLANK], random.Random(0))
+    calls = trainer.calls([BLANK], random.Random(0))
     free_memory(device)
     before = _used(device)
-    trainer.rehearse(call)
+    trainer.rehearse(calls)
     after = peak_memory(device) if device.type == "cuda" else _kilobytes(_PROCESS / "status", "VmHWM")
     return None if before is None or after is None else max(1, after - before)
 

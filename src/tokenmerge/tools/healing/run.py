@@ -13,7 +13,7 @@ import torch
 from ...config import Merge, Techniques
 from ...errors import TokenMergeError
 from ...families import denoiser_of, family_of
-from ...merging.places import merge_places
+from ...merging.places import merge_places, shares_destinations
 from ..drawing.studio import Setup, Studio
 from ..evaluation.folder import Folder, interrupted, read_json, tell_new
 from ..evaluation.pairs import list_pictures
@@ -54,6 +54,7 @@ class Healing:
     rank: int = 32
     steps: int = 1000
     batch: int = 4
+    at_once: int | None = None  # of the batch; without, all, or one where a batch shares destinations
     lr: float = 5e-4
     seed: int = 0
     every: int = 100
@@ -62,8 +63,8 @@ class Healing:
 
     def __post_init__(self) -> None:
         check_counts(number=self.number, rank=self.rank, steps=self.steps, batch=self.batch, every=self.every)
-        check_counts(**{"held-out": self.held_out})
-        check_seeds(self.seed, _UNSEEN + self.seed + max(self.number, self.held_out))
+        check_counts(1, **{"held-out": self.held_out, "at-once": self.at_once})
+        check_seeds(self.seed, self.seed + self.number, _UNSEEN + self.seed + self.held_out)
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
             raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
@@ -120,7 +121,7 @@ class _Run:
             self._trainer = self._prepared()
             self._progress = self._trainer.restore(self._checkpoint) if self._checkpoint.is_file() else Progress()
             if self._progress.step < asked.steps:
-                check_memory(self._trainer, asked.batch, device)
+                check_memory(self._trainer, device)
         if self._is_first:
             for left_over in out.rglob(f"*{PARTIAL}"):
                 left_over.unlink()
@@ -146,7 +147,7 @@ class _Run:
     def _read_settings(self) -> dict[str, Any]:
         """Everything that training depends on."""
         asked, request = self.asked, self._studio.request
-        names = ("number", "held_out", "rank", "steps", "batch", "lr", "seed")
+        names = ("number", "held_out", "rank", "steps", "batch", "at_once", "lr", "seed")
         return {
             "model": asked.setup.model,
             **{name: getattr(asked, name) for name in names},
@@ -168,7 +169,10 @@ class _Run:
         blocks = {place.block.name: place.block for place in places if not place.skipped}
         noising = Noising(self._studio.pipe, self._studio.request, self.merge)
         adapter = Adapter(denoiser, blocks.values(), self.asked.rank, self.asked.seed)
-        return Trainer(adapter, noising, self.merge, self._studio.device, self._studio.dtype)
+        # A picture that is drawn by itself has destinations of its own.
+        at_once = self.asked.at_once or (1 if shares_destinations(places) else self.asked.batch)
+        at_once = min(at_once, self.asked.batch)
+        return Trainer(adapter, noising, self.merge, self._studio.device, self._studio.dtype, at_once)
 
     def do(self) -> Outcome | None:
         if self.asked.data is None:

@@ -84,8 +84,11 @@ class Progress:
 class Trainer:
     """A denoiser with an adapter, and the calls it learns from."""
 
-    def __init__(self, adapter: Adapter, noising: Noising, merge: Merge, device: torch.device, dtype: str) -> None:
+    def __init__(
+        self, adapter: Adapter, noising: Noising, merge: Merge, device: torch.device, dtype: str, at_once: int
+    ) -> None:
         self.adapter = adapter
+        self.at_once = at_once
         self.noising = noising
         # Calls are drawn from its window, and are no steps of a schedule.
         self._merge = merge.replace(start=0.0, stop=1.0)
@@ -94,21 +97,25 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(adapter.weights.values(), weight_decay=0.0)
         adapter.denoiser.enable_gradient_checkpointing()
 
-    def call(self, items: Sequence[Item], rng: random.Random) -> NoisedCall:
-        """Pictures with the noise of steps that merge: from each of some equal parts of the window one, since losses
-        differ far more by the noise than by the picture."""
+    def calls(self, items: Sequence[Item], rng: random.Random) -> list[NoisedCall]:
+        """Pictures, some at once, with the noise of steps that merge: from each of a few equal parts of the window,
+        since losses differ far more by the noise than by the picture."""
         steps, share = self.noising.steps, 0.0 if self.noising.guided else _EMPTY
         levels, calls = min(_LEVELS, len(steps), len(items)), []
-        for level in range(levels):
-            step = rng.choice(steps[level * len(steps) // levels : (level + 1) * len(steps) // levels])
-            some = items[level::levels]
-            captions = ["" if rng.random() < share else item.caption for item in some]
-            calls.append(self.noising.call(some, captions, step, rng.randrange(2**31)))
-        return joined(calls)
+        for first in range(0, len(items), self.at_once):
+            together = range(first, min(first + self.at_once, len(items)))
+            parts = []
+            for level in dict.fromkeys(place % levels for place in together):
+                some = [items[place] for place in together if place % levels == level]
+                step = rng.choice(steps[level * len(steps) // levels : (level + 1) * len(steps) // levels])
+                captions = ["" if rng.random() < share else item.caption for item in some]
+                parts.append(self.noising.call(some, captions, step, rng.randrange(2**31)))
+            calls.append(joined(parts))
+        return calls
 
-    def learn(self, call: NoisedCall, model: nn.Module, rate: float) -> float:
+    def learn(self, calls: Sequence[NoisedCall], model: nn.Module, rate: float) -> float:
         """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
-        loss = self.rehearse(call, model)
+        loss = self.rehearse(calls, model)
         self.advance(rate)
         return loss
 
@@ -119,17 +126,21 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
 
-    def rehearse(self, call: NoisedCall, model: nn.Module | None = None) -> float:
-        """The loss of a call, and the gradients of the adapter's weights; these are left as they are."""
-        denoiser, target = self.adapter.denoiser, self._target(call)
+    def rehearse(self, calls: Sequence[NoisedCall], model: nn.Module | None = None) -> float:
+        """The mean loss of calls, and the gradients of the adapter's weights; these are left as they are."""
+        denoiser, rows = self.adapter.denoiser, sum(call.rows for call in calls)
+        targets = [self._target(call) for call in calls]
+        losses = []
         self.optimizer.zero_grad()
         denoiser.train()
         # Also in the backward pass, in which checkpointed blocks run once more.
         with api.applied(denoiser, self._merge):
-            loss = self._error(call, target, model or denoiser)
-            loss.backward()
+            for call, target in zip(calls, targets, strict=True):
+                loss = self._error(call, target, model or denoiser) * (call.rows / rows)
+                loss.backward()
+                losses.append(loss.detach())
         denoiser.eval()
-        return float(loss.detach())
+        return float(torch.stack(losses).sum())
 
     @torch.no_grad()
     def errors(self, calls: Iterable[NoisedCall]) -> dict[str, float]:
@@ -197,8 +208,8 @@ def train(
         while progress.step < lessons.steps:
             step = progress.step
             rng = random.Random(f"{lessons.seed} {step} {process}")
-            call = trainer.call(lessons.batch_at(step, process, processes), rng)
-            progress.losses.append(trainer.learn(call, model, lessons.rate(step)))
+            calls = trainer.calls(lessons.batch_at(step, process, processes), rng)
+            progress.losses.append(trainer.learn(calls, model, lessons.rate(step)))
             progress.step += 1
             recent = progress.losses[-_RECENT:]
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.4g}", refresh=False)
