@@ -97,7 +97,7 @@ def test_number_of_sites_of_the_published_models() -> None:
     ],
 )
 def test_held_runs_are_blocks_with_nothing_between_them(kind: str, what: str, runs: list[int]) -> None:
-    pipe = tokenmerge.apply(tiny.build(kind), Hold(every=3, what=what))
+    pipe = tokenmerge.apply(tiny.build(kind), Hold(every=3, start=0.2, what=what))
     plan = tokenmerge.summary(pipe).plan
     assert [len(run.blocks) for run in plan.runs] == runs
     assert replaced_forwards(tiny.denoiser_of(pipe)) == sum(runs)
@@ -143,7 +143,7 @@ def test_the_default_holds_blocks_or_stages_in_every_pipeline(kind: str) -> None
     assert told.steps["held"] >= 2
     assert 0 < (held - plain).abs().mean() < (merged - plain).abs().mean() / 2
     assert torch.equal(tiny.draw(pipe, steps=16), held)
-    tokenmerge.apply(pipe, Hold(every=3, what="blocks"))
+    tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="blocks"))
     tiny.draw(pipe, steps=16)
     assert 0 < told.residual_bytes <= tokenmerge.summary(pipe).residual_bytes
     tokenmerge.remove(pipe)

@@ -20,7 +20,7 @@ from tokenmerge.tools.bench.timing import Loop
 from traces import attributes, same
 
 # With what merging cannot follow, neither can both.
-MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold(every=3)]]
+MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold(every=3, start=0.2)]]
 
 
 def apply(pipe: Any, **fields: Any) -> Any:
@@ -56,13 +56,13 @@ def told(techniques: list[Any]) -> str:
         ("sdxl", "unet", {"skip_first": 0.5, "skip_last": 0.5}, "no site .* skip_last"),
         ("sdxl", "unet", {"levels": (16,)}, "no site .* change levels"),
         ("sdxl", "unet", {"levels": (1,)}, "no site .* change levels"),
-        ("sdxl", [Merge(levels=(1,)), Hold(every=3)], {}, "no site .* change levels"),
+        ("sdxl", [Merge(levels=(1,)), Hold(every=3, start=0.2)], {}, "no site .* change levels"),
         ("sdxl", "tomesd", {"sites": "span"}, "choose from component, block"),
         ("flux", "toma", {"components": ("cross_attention",)}, "no site .* components"),
         ("flux", "toma", {"levels": (1,)}, "has only one"),
         ("flux", "todo", {}, "fewer keys than queries"),
-        ("flux", Hold(every=3, what="stages"), {}, "has none; use what='blocks'"),
-        ("flux", [Merge(), Hold(every=3, what="stages")], {}, "has none; use what='blocks'"),
+        ("flux", Hold(every=3, start=0.2, what="stages"), {}, "has none; use what='blocks'"),
+        ("flux", [Merge(), Hold(every=3, start=0.2, what="stages")], {}, "has none; use what='blocks'"),
         ("sd3", "dit", {"skip_last": 4}, "no site .* skip_last"),
     ],
 )
@@ -255,16 +255,16 @@ def test_chunked_feed_forward_is_refused_before_and_after_apply(kind: str, techn
 def test_the_ways_out_of_ip_adapter_masks_lead_out() -> None:
     pipe = tiny.build("sdxl")
     masks = {"ip_adapter_masks": [torch.ones(1, 1, 64, 64)]}
-    for techniques in ([Merge()], [Merge(), Hold(every=3)]):
+    for techniques in ([Merge()], [Merge(), Hold(every=3, start=0.2)]):
         tokenmerge.apply(pipe, techniques)
         draw_refused(
             pipe, r"use Merge\(sites='component'\), .* or Hold, or leave the masks out", cross_attention_kwargs=masks
         )
     for techniques in (
         [Merge(sites="component")],
-        [Hold(every=3)],
-        [Hold(every=3, what="blocks")],
-        [Merge(sites="component"), Hold(every=3)],
+        [Hold(every=3, start=0.2)],
+        [Hold(every=3, start=0.2, what="blocks")],
+        [Merge(sites="component"), Hold(every=3, start=0.2)],
     ):
         tokenmerge.apply(pipe, techniques)
         assert tiny.draw(pipe, steps=8, cross_attention_kwargs=masks).isfinite().all()
@@ -279,7 +279,7 @@ def test_gligen_is_refused(techniques: list[Any]) -> None:
     draw_refused(pipe, "'gligen'", cross_attention_kwargs={"gligen": {"boxes": torch.zeros(1, 1, 4)}})
 
 
-@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3)]], ids=told)
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3, start=0.2)]], ids=told)
 def test_layers_may_be_skipped(techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("sd3"), techniques)
     options = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
@@ -294,7 +294,7 @@ def test_todo_refuses_perturbed_attention_guidance() -> None:
     perturbed = StableDiffusionXLPAGPipeline(**pipe.components, add_watermarker=False, pag_applied_layers=["mid"])
     perturbed.set_progress_bar_config(disable=True)
     plain = tiny.draw(perturbed, pag_scale=3.0)
-    for techniques in ([presets()["todo"]], [presets()["todo"], Hold(every=3)]):
+    for techniques in ([presets()["todo"]], [presets()["todo"], Hold(every=3, start=0.2)]):
         tokenmerge.apply(perturbed, techniques)
         for _ in range(2):
             with pytest.raises(TokenMergeError, match=r"perturbed-attention guidance \(PAG.* use another method"):
@@ -318,17 +318,17 @@ def test_the_ways_out_of_a_unet_without_transformer_blocks_under_noise_lead_out(
         block_out_channels=(8, 16),
     )
     pipe = tiny.build("sd", unet=unet, scheduler=DDPMScheduler())
-    for technique in (Hold(every=3, what="blocks"), Merge(), "toma", [Merge(), Hold(every=3)]):
+    for technique in (Hold(every=3, start=0.2, what="blocks"), Merge(), "toma", [Merge(), Hold(every=3, start=0.2)]):
         with pytest.raises(TokenMergeError, match=r"use \w*\(?what='(stages|prediction)'"):
             tokenmerge.apply(pipe, technique)
     with pytest.raises(TokenMergeError, match=r"adds noise .* use Hold\(what='prediction'\)"):
-        tokenmerge.apply(pipe, Hold(every=3, what="stages"))
-    for technique in (Hold(every=3, what="prediction"), Hold(every=3)):
+        tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="stages"))
+    for technique in (Hold(every=3, start=0.2, what="prediction"), Hold(every=3, start=0.2)):
         tokenmerge.apply(pipe, technique)
         assert tiny.draw(pipe, steps=8).isfinite().all()
         assert tokenmerge.summary(pipe).steps["held"] > 0
     pipe.scheduler = tiny.ddim()
-    tokenmerge.apply(pipe, Hold(every=3, what="stages"))
+    tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="stages"))
     assert tiny.draw(pipe, steps=8).isfinite().all()
     assert tokenmerge.summary(pipe).steps["held"] > 0
 

@@ -21,7 +21,7 @@ from tokenmerge.families import family_of
 
 COMPONENTS = Merge(sites="component")
 # Steps before the window, kept ones and held ones, in eight.
-BLOCKS, STAGES = Hold(every=3, what="blocks"), Hold(every=3, what="stages")
+BLOCKS, STAGES = Hold(every=3, start=0.2, what="blocks"), Hold(every=3, start=0.2, what="stages")
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +369,7 @@ def test_graphs_of_many_shapes_and_kinds_of_step_are_kept() -> None:
     """Those of all steps, each for many shapes and levels, are more than the compiler keeps of a function."""
     shapes = [((128, 128), 1), ((128, 128), 2)]
     with torch._dynamo.config.patch(recompile_limit=8):
-        pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(every=3, what="blocks")])
+        pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(every=3, start=0.2, what="blocks")])
         eager = [tiny.draw(pipe, steps=6, size=size, batch=batch) for size, batch in shapes]
         assert tokenmerge.summary(pipe).steps.keys() == {"full", "merged", "held"}
         counter = CompileCounterWithBackend("eager")

@@ -491,7 +491,7 @@ def test_residuals_follow_noise_levels_that_a_scheduler_keeps_on_the_device() ->
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     loop, scheduler = _Loop(_flux, torch.float16), FlowMatchEulerDiscreteScheduler()
-    tokenmerge.apply(loop.denoiser, Hold(every=2), scheduler=scheduler)
+    tokenmerge.apply(loop.denoiser, Hold(every=2, start=0.2), scheduler=scheduler)
     scheduler.set_timesteps(4, device="cuda")
     assert scheduler.sigmas.is_cuda
     clock = loop.denoiser._tokenmerge.state.follower.clock

@@ -678,7 +678,7 @@ def test_without_the_table_pictures_are_the_same(name: str, monkeypatch: pytest.
     model = zoo.MODELS[name]
     pipe = model.build()
     denoiser = zoo.denoisers(pipe)[0]
-    hold = Hold(every=3)
+    hold = Hold(every=3, start=0.2)
     tokenmerge.apply(pipe, hold)
     expected = zoo.draw(pipe, model, steps=10)
     blocks = {block.name for block in family_of(denoiser).blocks(denoiser)}

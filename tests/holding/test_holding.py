@@ -601,7 +601,7 @@ def test_held_blocks_take_what_merged_tokens_cannot_follow() -> None:
         if hasattr(module, "set_chunk_feed_forward"):
             module.set_chunk_feed_forward(16, dim=1)
     plain = tiny.draw(pipe, steps=8)
-    held = tiny.draw(tokenmerge.apply(pipe, Hold(every=2, what="blocks")), steps=8)
+    held = tiny.draw(tokenmerge.apply(pipe, Hold(every=2, start=0.2, what="blocks")), steps=8)
     assert 0 < (held - plain).norm() < 0.01 * plain.norm()
 
 
@@ -614,8 +614,8 @@ def test_residuals_stay_within_fp16() -> None:
 @pytest.mark.parametrize(
     ("technique", "steps", "told"),
     [
-        (Hold(every=3), 2, "2 full"),
-        (Hold(every=3), 1, "1 full"),
+        (Hold(every=3, start=0.2), 2, "2 full"),
+        (Hold(every=3, start=0.2), 1, "1 full"),
         (BLOCKS, 1, "1 full"),
         (Merge(start=0.9), 2, "2 full"),
     ],

@@ -38,11 +38,11 @@ def test_a_map_that_failed_to_be_made_is_made_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_refused_apply_leaves_what_was_applied() -> None:
-    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=3, what="stages"))
+    pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=3, start=0.2, what="stages"))
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
     with pytest.raises(TokenMergeError, match="adds noise"):
         tokenmerge.apply(pipe, Hold(what="stages", every=2))
-    assert tokenmerge.summary(pipe).plan.techniques.hold == Hold(every=3, what="stages")
+    assert tokenmerge.summary(pipe).plan.techniques.hold == Hold(every=3, start=0.2, what="stages")
 
 
 def test_applied_takes_off_what_it_put_on_though_the_denoiser_was_exchanged() -> None:
@@ -66,7 +66,7 @@ def test_blocks_that_are_called_after_an_image_run_as_they_are() -> None:
 @pytest.mark.parametrize("scheduler", ["ddim", DDIMScheduler, object()], ids=["text", "class", "object"])
 def test_what_is_no_scheduler_is_refused(scheduler: Any) -> None:
     with pytest.raises(TokenMergeError, match="give the scheduler object"):
-        tokenmerge.apply(tiny.build("sdxl").unet, Hold(every=3), scheduler=scheduler)
+        tokenmerge.apply(tiny.build("sdxl").unet, Hold(every=3, start=0.2), scheduler=scheduler)
 
 
 def test_a_model_host_of_ones_own_needs_no_more_than_its_parts() -> None:

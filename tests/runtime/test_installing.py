@@ -15,7 +15,7 @@ from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.runtime import installing
 from tokenmerge.runtime.installing import _GRAPHS, observe_calls
 
-TECHNIQUES = [Merge(), Hold(every=3), [Merge(), Hold(every=3)]]
+TECHNIQUES = [Merge(), Hold(every=3, start=0.2), [Merge(), Hold(every=3, start=0.2)]]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_the_last_model_gives_it_back() -> None:
 
 def test_a_with_block_gives_it_back() -> None:
     pipe = tiny.build("sdxl")
-    with tokenmerge.applied(pipe, Hold(every=3)):
+    with tokenmerge.applied(pipe, Hold(every=3, start=0.2)):
         assert limit() == _GRAPHS
     assert limit() == 8
 

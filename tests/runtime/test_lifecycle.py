@@ -131,7 +131,7 @@ def test_a_model_is_freed_with_its_pipeline(form: str) -> None:
 
 
 def test_a_flux_pipeline_that_has_drawn_is_freed_by_the_collector() -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3)])
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3, start=0.2)])
     tiny.draw(pipe)
     parts = [weakref.ref(each) for each in (pipe, pipe.transformer, pipe.scheduler)]
     del pipe
@@ -141,7 +141,7 @@ def test_a_flux_pipeline_that_has_drawn_is_freed_by_the_collector() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_model_with_techniques_refuses_to_be_copied(copied: Callable[[Any], Any]) -> None:
-    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3)])
+    pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3, start=0.2)])
     for module in (pipe.transformer, pipe.transformer.transformer_blocks[0]):
         with pytest.raises(TokenMergeError, match="remove first"):
             copied(module)
@@ -454,7 +454,9 @@ def test_mag_cache_works_on_top_of_merging() -> None:
 
 
 @pytest.mark.parametrize(
-    "techniques", [[Merge()], [Hold(every=3)], [Merge(), Hold(every=3)]], ids=["merge", "hold", "both"]
+    "techniques",
+    [[Merge()], [Hold(every=3, start=0.2)], [Merge(), Hold(every=3, start=0.2)]],
+    ids=["merge", "hold", "both"],
 )
 @pytest.mark.parametrize("merged_before", [True, False])
 def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: list[Any]) -> None:
@@ -464,7 +466,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
     # Not first, and with Hold not at all.
-    way_out = "use one of both" if Hold(every=3) in techniques else "a cache must come after a technique"
+    way_out = "use one of both" if Hold(every=3, start=0.2) in techniques else "a cache must come after a technique"
     with pytest.raises(TokenMergeError, match=way_out):
         tokenmerge.apply(pipe, techniques)
     assert same(before[1], attributes(pipe))
@@ -480,7 +482,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
     ],
     ids=lambda config: type(config).__name__,
 )
-@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3)]], ids=["merge", "both"])
+@pytest.mark.parametrize("techniques", [[Merge()], [Merge(), Hold(every=3, start=0.2)]], ids=["merge", "both"])
 def test_caches_inside_of_blocks_are_refused_when_the_model_is_called(techniques: list[Any], config: Any) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"), techniques)
     merged = tiny.draw(pipe)

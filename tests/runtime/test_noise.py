@@ -158,13 +158,15 @@ def test_unets_hold_blocks_under_noise() -> None:
     assert tokenmerge.summary(noisy).steps["held"] > 0
     # What was applied stays.
     with pytest.raises(TokenMergeError, match=r"EulerAncestral\w+ adds noise .* use Hold\(what='prediction'\)"):
-        tokenmerge.apply(noisy, Hold(every=3, what="stages"))
+        tokenmerge.apply(noisy, Hold(every=3, start=0.2, what="stages"))
     assert held(noisy) == "blocks"
     tokenmerge.remove(noisy)
     assert torch.equal(tiny.draw(noisy, steps=12), plain)
 
 
-@pytest.mark.parametrize("techniques", [[Hold(every=3)], [Merge(), Hold(every=3)]], ids=["hold", "both"])
+@pytest.mark.parametrize(
+    "techniques", [[Hold(every=3, start=0.2)], [Merge(), Hold(every=3, start=0.2)]], ids=["hold", "both"]
+)
 def test_a_scheduler_that_begins_to_add_noise_is_refused_for_stages(techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), techniques)
     assert tiny.draw(pipe, steps=8).isfinite().all()
@@ -181,7 +183,7 @@ def test_noise_that_a_call_asks_for_is_refused_for_stages() -> None:
     assert tiny.draw(pipe, steps=8, eta=0.0).isfinite().all()
     with pytest.raises(TokenMergeError, match="DDIMScheduler adds noise"):
         tiny.draw(pipe, steps=8, eta=0.5)
-    for technique in (Hold(every=3, what="blocks"), Merge()):
+    for technique in (Hold(every=3, start=0.2, what="blocks"), Merge()):
         tokenmerge.apply(pipe, technique)
         assert tiny.draw(pipe, steps=8, eta=0.5).isfinite().all()
 
@@ -206,11 +208,11 @@ def prompt() -> dict[str, Any]:
 def test_joint_attention_models_hold_the_clean_prediction_under_noise(kind: str) -> None:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     pipe = tiny.build(kind, scheduler=scheduler)
-    for techniques in ([Hold(every=3)], [Merge(), Hold(every=3)]):
+    for techniques in ([Hold(every=3, start=0.2)], [Merge(), Hold(every=3, start=0.2)]):
         tokenmerge.apply(pipe, techniques)
         assert held(pipe) == "prediction"
         with pytest.raises(TokenMergeError, match=r"adds noise .* use Hold\(what='prediction'\), or another scheduler"):
-            tokenmerge.apply(pipe, Hold(every=3, what="blocks"))
+            tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="blocks"))
         assert held(pipe) == "prediction", "what was applied stays"
     # Where nothing is held, no noise is lost.
     for technique in (Merge(), Hold(every=1)):

@@ -31,7 +31,11 @@ from tokenmerge.families.calls import TokenGrid, grids_of_ids
 from tokenmerge.planning.plan import timeline_of
 from tokenmerge.runtime.levels import noise_levels
 
-HELD = [[Hold(every=3, what="blocks")], [Hold(every=3, what="stages")], [Merge(), Hold(every=3)]]
+HELD = [
+    [Hold(every=3, start=0.2, what="blocks")],
+    [Hold(every=3, start=0.2, what="stages")],
+    [Merge(), Hold(every=3, start=0.2)],
+]
 
 
 def apply(pipe: Any, *, scheduler: Any = None, **fields: Any) -> Any:
@@ -222,10 +226,10 @@ def test_unmerged_steps_are_bit_equal_to_the_model_without_merging() -> None:
 
 WAYS = [
     ("sdxl", [Merge(sites="component")]),
-    ("sdxl", [Merge(), Hold(every=3, what="stages")]),
-    ("sd3", [Merge(), Hold(every=3, what="blocks")]),
+    ("sdxl", [Merge(), Hold(every=3, start=0.2, what="stages")]),
+    ("sd3", [Merge(), Hold(every=3, start=0.2, what="blocks")]),
     ("flux", [Merge()]),
-    ("flux", [Merge(), Hold(every=3, what="blocks")]),
+    ("flux", [Merge(), Hold(every=3, start=0.2, what="blocks")]),
 ]
 
 
@@ -277,7 +281,7 @@ BOTH = [("sdxl", "blocks"), ("sdxl", "stages"), ("sd3", "blocks"), ("flux", "blo
 @pytest.mark.parametrize(("kind", "what"), BOTH)
 def test_both_techniques_serve_sizes_and_batches_in_turn(kind: str, what: str) -> None:
     """A picture does not depend on those before it, nor what its steps do."""
-    techniques = [Merge(), Hold(every=3, what=what)]
+    techniques = [Merge(), Hold(every=3, start=0.2, what=what)]
     pipe, fresh = (tokenmerge.apply(tiny.build(kind), techniques) for _ in range(2))
     calls: list[dict[str, Any]] = [{}, {"size": (72, 104)}, {"batch": 2}, {"guided": False}, {"size": (104, 72)}]
     for call in [*calls, *calls[:2]]:
@@ -409,7 +413,7 @@ def test_a_window_on_a_bare_denoiser_is_refused() -> None:
     with pytest.raises(TokenMergeError, match=r"scheduler=\.\.\."):
         apply(unet, stop=0.5)
     with pytest.raises(TokenMergeError, match=r"scheduler=\.\.\."):
-        tokenmerge.apply(unet, [Merge(), Hold(every=3)])
+        tokenmerge.apply(unet, [Merge(), Hold(every=3, start=0.2)])
     assert {name: dict(vars(module)) for name, module in unet.named_modules()} == before
 
 
@@ -468,7 +472,7 @@ def test_a_pipeline_that_only_shares_a_scheduler_is_served() -> None:
     size = {"height": 512, "width": 576}
     noisy, in_views = tiny.draw(alone, steps=4, eta=0.5), tiny.draw(views, steps=1, **size)
     views.scheduler = alone.scheduler
-    neighbour = tokenmerge.apply(tiny.build("sdxl", scheduler=alone.scheduler), [Merge(), Hold(every=3)])
+    neighbour = tokenmerge.apply(tiny.build("sdxl", scheduler=alone.scheduler), [Merge(), Hold(every=3, start=0.2)])
     tiny.draw(neighbour, steps=4)
     gc.collect()
     gc.disable()
@@ -503,7 +507,7 @@ def test_a_batch_may_be_stepped_sample_by_sample(way: str) -> None:
             samples = torch.cat(parts)
         return samples
 
-    tokenmerge.apply(unet, [Merge(), Hold(every=3)], scheduler=scheduler)
+    tokenmerge.apply(unet, [Merge(), Hold(every=3, start=0.2)], scheduler=scheduler)
     together = draw(4)
     steps = dict(tokenmerge.summary(unet).steps)
     assert steps["held"] > 0
@@ -521,7 +525,7 @@ def _repeated(value: Any, batch: int) -> Any:
 @pytest.mark.parametrize("number", [None, int], ids=["tensor", "int"])
 def test_parts_that_take_turns_are_refused_however_they_name_their_step(number: Callable[[Tensor], int] | None) -> None:
     unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
-    tokenmerge.apply(unet, Hold(every=3), scheduler=scheduler)
+    tokenmerge.apply(unet, Hold(every=3, start=0.2), scheduler=scheduler)
     scheduler.set_timesteps(10)
 
     def draw() -> None:
@@ -812,7 +816,7 @@ def test_summary_tells_what_the_steps_of_the_last_image_did() -> None:
     summary = tokenmerge.summary(pipe)
     assert summary.steps == {"full": 2, "merged": 3, "held": 5}
     assert "Steps of the last image: 2 full, 3 merged, 5 held." in str(summary)
-    tokenmerge.apply(pipe, Hold(every=3))
+    tokenmerge.apply(pipe, Hold(every=3, start=0.2))
     assert "Steps of" not in str(tokenmerge.summary(pipe))
     tiny.draw(pipe, steps=2)
     assert "Steps of the last image: 2 full: nothing was saved." in str(tokenmerge.summary(pipe))

@@ -169,7 +169,9 @@ def test_a_cache_leaves_nothing_behind(cache: str) -> None:
     assert torch.equal(draw(pipe), original)
 
 
-@pytest.mark.parametrize("techniques", [[Hold(every=3)], [MERGE, Hold(every=3)]], ids=["hold", "both"])
+@pytest.mark.parametrize(
+    "techniques", [[Hold(every=3, start=0.2)], [MERGE, Hold(every=3, start=0.2)]], ids=["hold", "both"]
+)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) -> None:
     pipe = tokenmerge.apply(tiny.build("flux"), techniques)

@@ -40,7 +40,7 @@ from tokenmerge.tools.typed import read_configurations
         (Techniques(presets()["pool"]), {"first merged, select": 1, "merged, reuse": 11}),
         (Techniques(presets()["tomesd"]), {"first merged, select": 1, "merged, select": 11}),
         (Techniques(Merge(ratio=0.0)), {"first full": 1, "full": 11}),
-        (Techniques(hold=Hold(every=3)), {"first full, kept": 1, "full, kept": 5, "held": 6}),
+        (Techniques(hold=Hold(every=3, start=0.2)), {"first full, kept": 1, "full, kept": 5, "held": 6}),
         (Techniques(hold=Hold()), {"first full, kept": 1, "full, kept": 7, "held": 4}),
         (
             Techniques(presets()["pool"], Hold(start=0.0)),

@@ -47,7 +47,7 @@ def test_a_scheduler_by_name_draws_the_picture(kind: str, name: str) -> None:
     picture = tiny.draw(pipe, steps=12)
     assert picture.isfinite().all()
     assert torch.equal(picture, plain) == (name == "euler")
-    held = tiny.draw(tokenmerge.apply(pipe, Hold(every=2)), steps=12)
+    held = tiny.draw(tokenmerge.apply(pipe, Hold(every=2, start=0.2)), steps=12)
     assert held.isfinite().all()
     assert tokenmerge.summary(pipe).steps["held"] >= 3
 

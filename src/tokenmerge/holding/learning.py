@@ -177,6 +177,8 @@ class Recorder(TorchDispatchMode):
 
         self._undo.append(undo)
 
+    # What is recorded is no part of what torch.compile would make of a whole denoiser.
+    @torch.compiler.disable
     def entered(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside:
             # What is compiled by itself inside of a block would not run in a mode.
@@ -184,6 +186,7 @@ class Recorder(TorchDispatchMode):
             self._enter(block, args, kwargs)
         self._inside += 1
 
+    @torch.compiler.disable
     def left(self, output: Any) -> None:
         self._inside -= 1
         if not self._inside:
