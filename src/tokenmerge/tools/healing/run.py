@@ -64,7 +64,7 @@ class Healing:
     def __post_init__(self) -> None:
         check_counts(number=self.number, rank=self.rank, steps=self.steps, batch=self.batch, every=self.every)
         check_counts(1, **{"held-out": self.held_out, "at-once": self.at_once})
-        check_seeds(self.seed, self.seed + self.number, _UNSEEN + self.seed + self.held_out)
+        check_seeds(self.seed, self.seed + self.number - 1, _UNSEEN + self.seed + self.held_out)
         # NaN fails the comparison too.
         if not 0.0 < self.lr < float("inf"):
             raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
