@@ -18,6 +18,12 @@ from tokenmerge.tools.cli.main import parser
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+# What is not of the site: notes of the repository, and cards beside models, scripts and nodes.
+OTHERS = [
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted(path for folder in ("comfyui", "examples", "models", "training") for path in (ROOT / folder).rglob("*.md")),
+]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
 # Names of 0.1. Only these pages tell of them.
 GONE = (
@@ -88,7 +94,7 @@ def test_readme_is_short() -> None:
     assert len(README.read_text().split()) <= 1300
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_parse(page: Path) -> None:
     """Every command that a page shows has the options that it shows."""
     for block in blocks(page):
@@ -99,14 +105,14 @@ def test_commands_parse(page: Path) -> None:
                 parser().parse_args(words[1:])
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_pictures_are_there(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if not target.startswith(("http", "mailto")):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_what_is_gone_has_left_the_pages(page: Path) -> None:
     if page.name not in TELL_OF_GONE:
         text = page.read_text()
