@@ -20,9 +20,12 @@ _OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 class Adapter:
-    """Layers of a LoRA on the linear layers of blocks. Its weights are fp32, whatever the denoiser's are."""
+    """Layers of a LoRA on the linear layers of blocks. Its weights are fp32, whatever the denoiser's are.
 
-    def __init__(self, denoiser: Any, blocks: Iterable[Block], rank: int, seed: int) -> None:
+    ends: only layers whose names end so.
+    """
+
+    def __init__(self, denoiser: Any, blocks: Iterable[Block], rank: int, seed: int, *, ends: str = "") -> None:
         from peft import LoraConfig
 
         self.denoiser = denoiser
@@ -32,7 +35,9 @@ class Adapter:
         for block in blocks:
             self._width = self._width or block.width
             names += [
-                f"{block.name}.{name}" for name, module in block.module.named_modules() if _is_changed(name, module)
+                f"{block.name}.{name}"
+                for name, module in block.module.named_modules()
+                if _is_changed(name, module) and name.endswith(ends)
             ]
         denoiser.requires_grad_(False)
         with torch.random.fork_rng():
