@@ -15,6 +15,7 @@ import tokenmerge
 from saved import save_sdxl
 from tokenmerge import Hold, TokenMergeError
 from tokenmerge.tools.cli.main import main, parser
+from tokenmerge.tools.drawing import studio
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.evaluation.run import Task, evaluate
 from tokenmerge.tools.solvers import SCHEDULERS, scheduler_named
@@ -57,8 +58,39 @@ def test_a_studio_draws_by_it_with_every_configuration() -> None:
     own, other = (Studio(Setup(**given, scheduler=name)) for name in (None, "euler-karras"))
     assert other.pipe.scheduler.config.use_karras_sigmas
     assert not own.pipe.scheduler.config.use_karras_sigmas
-    first, second = (studio.draw("a rose", (0,))[0][0].tobytes() for studio in (own, other))
+    first, second = (each.draw("a rose", (0,))[0][0].tobytes() for each in (own, other))
     assert first != second
+
+
+@pytest.mark.parametrize("name", ["dpm++", "unipc"])
+def test_solvers_shift_by_the_size_as_the_model_does(name: str) -> None:
+    """But for the first noise level, where these do not begin exactly."""
+    far = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=1.5, max_shift=2.5)
+    pipe = tiny.build("flux", scheduler=far)
+    tiny.draw(pipe, steps=5)
+    pipe.scheduler = scheduler_named(name, far)
+    tiny.draw(pipe, steps=5)
+    torch.testing.assert_close(pipe.scheduler.sigmas, far.sigmas, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_scheduler_that_the_pipeline_cannot_use_is_refused_before_pictures(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flux's pipeline shifts with every call, also where its scheduler does not, as that of FLUX.1 schnell."""
+    monkeypatch.chdir(tmp_path)
+    whole = studio.load_pipeline
+
+    def load(*given: Any) -> Any:
+        pipe, defaults = whole(*given)
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, use_dynamic_shifting=False)
+        return pipe, defaults
+
+    monkeypatch.setattr(studio, "load_pipeline", load)
+    options = ["--scheduler", "dpm++", "--size", "64x64", "--steps", "3", "--device", "cpu", "--techniques", "hold"]
+    assert main([command, *options, *(["--metrics", "mse"] if command == "eval" else [])]) == 2
+    assert "cannot draw so with DPMSolverMultistepScheduler (AssertionError); leave out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_scheduler_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ _CLASSES = {
     "unipc": "UniPCMultistepScheduler",
 }
 _FLOW_EULER = "FlowMatchEulerDiscreteScheduler"
+# What pipelines read from a scheduler's config to shift by the size of a picture. Solvers themselves do not know it.
+_SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
 # What people choose from; with Karras' sigmas, or as the model's own scheduler spaces its steps.
 SCHEDULERS = tuple(f"{name}{ending}" for name in _CLASSES for ending in ("", _KARRAS))
 
@@ -32,11 +34,12 @@ def solver_for(own: Any, scheduler: str, name: str, **changes: Any) -> Any:
                 f"{scheduler} shifts times exponentially, and the model's {type(own).__name__} by "
                 f"{config.get('time_shift_type')!r}; leave out {name}"
             )
-        # Where the shift goes by the size of a picture, pipelines give it with every call.
         changes |= {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": config["shift"]}
-    # diffusers would warn of all that the solver has no place for.
+    # diffusers would warn of fields that the solver does not know.
     known = inspect.signature(solver.__init__).parameters
-    return solver.from_config({name: value for name, value in config.items() if name in known}, **changes)
+    made = solver.from_config({name: value for name, value in config.items() if name in known}, **changes)
+    made.register_to_config(**{name: config[name] for name in _SHIFTS if name in config})
+    return made
 
 
 def scheduler_named(name: str, own: Any) -> Any:

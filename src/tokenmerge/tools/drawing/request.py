@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from ... import api
-from ...errors import TokenMergeError
+from ...errors import TokenMergeError, first_line
 from ..fields import check_seeds
 from ..loading import CallDefaults
 from ..measure import timed
@@ -63,6 +63,12 @@ def draw(
     except ValueError as error:
         # The pipeline's own checks of its arguments: a size it cannot do, say.
         raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
+    except AssertionError as error:
+        # Schedulers and packages of step caches check by it, mostly without a word.
+        raise TokenMergeError(
+            f"{type(pipe).__name__} cannot draw so with {type(pipe.scheduler).__name__} ({first_line(error)}); leave "
+            "out the step cache, schedule or --scheduler"
+        ) from error
     except torch.OutOfMemoryError as error:
         raise TokenMergeError(
             f"{device} has too little memory for {len(seeds)} x {request.width}x{request.height}; use a smaller size"
