@@ -176,7 +176,7 @@ def test_the_core_imports_without_diffusers() -> None:
         "try: tokenmerge.apply(torch.nn.Linear(2, 2))\n"
         "except tokenmerge.TokenMergeError as error: print(error)\n"
     )
-    assert told == "models need diffusers: pip install tokenmerge[diffusers]"
+    assert told == "models need diffusers: pip install -U tokenmerge[diffusers]"
 
 
 def test_every_public_name_is_there() -> None:

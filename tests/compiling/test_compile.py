@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -444,3 +445,41 @@ def test_graphs_that_are_undone_let_go_of_what_was_merged() -> None:
         assert state() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("technique", [Merge(), Hold(every=2, start=0.0)], ids=["merge", "hold"])
+def test_recordings_go_with_the_tensors_that_they_read(technique: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A technique drops those of sizes that have not come for a while; recordings must not keep them."""
+
+    class Graph(contextlib.nullcontext[None]):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__()
+
+        def replay(self) -> None: ...
+
+    for name in ("CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, Graph)
+    for name in ("graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    unet = tokenmerge.apply(tiny.short_sdxl_unet(), technique)
+    recorder = graphs.GraphedForward(unet, lambda _: None)
+    state = unet._tokenmerge.state
+
+    def image(side: int) -> dict[str, Any]:
+        given = family_of(unet).example(unet, 2, side, side)
+        # Higher than the last timestep of the image before.
+        for timestep in (900.0, 800.0):
+            unet(**{**given, "timestep": torch.tensor(timestep)})
+        return given
+
+    with torch.no_grad():
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), image(8))
+        leaves, structure = pytree.tree_flatten(call)
+        recorder._record("key", state, leaves, structure, call, torch.device("cpu"))
+        image(16)
+        recorder._drop_stale()
+        assert recorder.recordings == 1
+        for number in range(4):
+            image(16 + 8 * number)
+        recorder._drop_stale()
+        assert recorder.recordings == 0

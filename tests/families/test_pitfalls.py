@@ -262,5 +262,5 @@ def test_all_blocks_in_a_row_have_one_residual(name: str) -> None:
     tokenmerge.apply(pipe, HOLD)
     zoo.draw(pipe, zoo.MODELS[name], steps=4, guided=False)
     holding = vars(denoiser)["_tokenmerge"].holding
-    kept = [each for run in holding.runs for each in run._residuals.values() if each.nbytes]
+    kept = [each for part in holding._parts_by_size.values() for each in part.residuals.values() if each.nbytes]
     assert len(kept) == 1

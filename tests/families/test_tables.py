@@ -159,3 +159,9 @@ def test_pipelines_of_tables_are_tested() -> None:
 def test_other_models_are_refused_with_those_that_are_supported(model: Any, words: str) -> None:
     with pytest.raises(TokenMergeError, match=rf"{words}.*supported_models\(\)"):
         tokenmerge.apply(model)
+
+
+def test_an_old_diffusers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diffusers, "__version__", "0.36.0")
+    with pytest.raises(TokenMergeError, match=r"diffusers 0\.36\.0 is too old .*pip install -U tokenmerge"):
+        families.__wrapped__()

@@ -424,7 +424,7 @@ def test_no_slope_is_taken_across_a_changed_map_or_the_edge_of_a_window() -> Non
         found = []
         for _ in range(19):
             call(denoiser)
-            ((_, kept),) = denoiser._tokenmerge.holding._kept.items()
+            (kept,) = denoiser._tokenmerge.holding._parts_by_size.values()
             if denoiser._tokenmerge.state.step.keeps:
                 found.append(len(kept.steps) > 1)
             loop.step()

@@ -186,7 +186,7 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
     tiny.draw(pipe, steps=8, batch=2)
     together = [measured.error for measured in errors_of(pipe)]
     holding = vars(pipe.unet)[APPLIED].holding
-    (off, length) = holding.runs[0]._residuals.popitem()[1].squares
+    (off, length) = holding.runs[0].current.squares
     by_sample = (off / length).sqrt()
     assert len(by_sample) == 4, "two pictures, each with and without its prompt"
     assert together[-1] == pytest.approx(by_sample.max().item())

@@ -43,22 +43,19 @@ _WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
 
 
 class Recordable(Protocol):
-    """What is applied to a model tells this about a call before it runs."""
+    """What applied techniques tell about a call before it runs."""
 
     def kind(self) -> Hashable | None:
-        """Equal for calls that launch the same work on the same tensors; None if a call must not be recorded."""
+        """Equal for calls that launch the same work on the same tensors; None if a call cannot be recorded."""
 
     def done(self) -> Any:
         """What the call has renewed so far."""
 
     def set_done(self, done: Any) -> None:
-        """Take it that the call has renewed this."""
+        """Treat this as renewed."""
 
-    def owners(self) -> Any:
-        """Whatever owns the tensors that the call reads and writes, to keep them alive."""
-
-    def still_owns(self, owners: Any) -> bool:
-        """Whether none of them has been given up since."""
+    def owners(self) -> list[Any]:
+        """The objects that own the tensors of the call."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +64,8 @@ class _Recording:
     inputs: list[Tensor]
     outputs: list[Tensor]
     structure: pytree.TreeSpec  # of the outputs
-    state: Recordable | None
     done: Any
-    owners: Any
-
-    @property
-    def is_in_use(self) -> bool:
-        return self.state is None or self.state.still_owns(self.owners)
+    owners: list[weakref.ref[Any]]
 
     def replay(self, tensors: list[Tensor]) -> Any:
         for own, given in zip(self.inputs, tensors, strict=True):
@@ -142,6 +134,7 @@ class GraphedForward:
         if torch.is_grad_enabled() or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
             return self._original(*args, **kwargs)
         self._see_changes()
+        self._drop_stale()
         state = self._applied(self._denoiser)
         kind = state.kind() if state is not None else ()
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -212,15 +205,19 @@ class GraphedForward:
             args, kwargs = pytree.tree_unflatten(own_leaves, structure)
             return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
-        done, owners = (state.done(), state.owners()) if state is not None else (None, None)
-        recording = _Recording(graph, inputs, outputs, output_structure, state, done, owners)
+        done, owners = (state.done(), state.owners()) if state is not None else (None, [])
+        recording = _Recording(graph, inputs, outputs, output_structure, done, list(map(weakref.ref, owners)))
         self._recordings[key] = recording
         return recording.replay(tensors)
 
+    def _drop_stale(self) -> None:
+        """Drop recordings of sizes whose tensors a technique has dropped."""
+        for key, recording in list(self._recordings.items()):
+            if any(owner() is None for owner in recording.owners):
+                del self._recordings[key]
+
     def _make_room(self) -> None:
-        """Drop recordings that can no longer be asked for, and the one that was not used for longest."""
-        for key in [key for key, recording in self._recordings.items() if not recording.is_in_use]:
-            del self._recordings[key]
+        """Drop the recordings that were not used for longest."""
         while len(self._recordings) >= _MAX_GRAPHS:
             self._recordings.popitem(last=False)
             self._losses += 1

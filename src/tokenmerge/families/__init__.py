@@ -14,7 +14,9 @@ from .base import Block, BlockKind, Component, Family
 
 __all__ = ["PARTS", "Block", "BlockKind", "Component", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
 
-# In the order that people are told of them.
+# Older diffusers lack arguments that tables name.
+_OLDEST = (0, 37)
+# In the order we list them.
 _TABLES = (
     "unet",
     "sd3",
@@ -35,19 +37,22 @@ _TABLES = (
     "mochi",
     "kandinsky5",
 )
-# What people are told of where nothing has a similar name.
+# We name these when nothing has a similar name.
 _BEST_KNOWN = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
-# Where pipelines keep denoisers. Wan 2.2 A14B has one for high noise and one for low, Ideogram 4 one for guidance.
+# Where pipelines keep denoisers. Wan 2.2 A14B has one for high and one for low noise, Ideogram 4 one for guidance.
 PARTS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All that this diffusers has: older ones lack the newest models."""
+    """All families that the installed diffusers has: older versions lack the newest models."""
+    install = "pip install -U tokenmerge[diffusers]"
     try:
-        import diffusers  # noqa: F401
+        import diffusers
     except ImportError as error:
-        raise TokenMergeError("models need diffusers: pip install tokenmerge[diffusers]") from error
+        raise TokenMergeError(f"models need diffusers: {install}") from error
+    if tuple(map(int, diffusers.__version__.split(".")[:2])) < _OLDEST:
+        raise TokenMergeError(f"diffusers {diffusers.__version__} is too old for tokenmerge: {install}")
     found: list[Family] = []
     for name in _TABLES:
         try:

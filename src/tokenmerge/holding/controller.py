@@ -1,7 +1,8 @@
-"""Holding: which residuals a denoiser call keeps or adds, how far they are extrapolated, and how far off that was."""
+"""Holding: which residuals a denoiser call keeps or adds, how far they are extrapolated, and the error of that."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.calls import DenoiserCall
+from ..families.calls import DenoiserCall, Shard
 from ..runtime.clock import Clock
 from ..runtime.timeline import HELD, Kept, Step
 from .errors import Errors
@@ -19,51 +20,57 @@ from .residuals import Joined, Residual, Run
 RUN, KEEP, HOLD = "run", "keep", "hold"
 
 
-@dataclass
-class _Call:
-    """The kept steps of one part of a step's calls, at one size, in an image."""
+@dataclass(eq=False)
+class _Part:
+    """What is kept for one part of a step's calls, at one size."""
 
-    image: int
-    call: DenoiserCall
-    steps: list[int] = field(default_factory=list)  # the last two, or one where no slope may be taken
+    samples: int
+    shard: Shard | None
+    ahead: Tensor  # see `Residual`
+    image: int = -1
+    steps: list[int] = field(default_factory=list)  # the last two kept steps of that image; one if no slope may be used
+    residuals: dict[Run, Residual] = field(default_factory=dict)
+
+    def residual(self, run: Run) -> Residual:
+        if run not in self.residuals:
+            # Tensors made in inference mode cannot be overwritten outside it.
+            with torch.inference_mode(False):
+                self.residuals[run] = Residual(run.streams, self.samples, self.ahead)
+        return self.residuals[run]
 
 
 class Holding:
-    """Points every run of held blocks at the residual of a call. Sites ask it what they do."""
+    """Points every run of held blocks at its residual of a call. Sites ask it what to do."""
 
     def __init__(self, clock: Clock) -> None:
         self.act = RUN
         self.learning = False  # until a call has shown what can be held
-        self._shown: DenoiserCall | None = None  # that call, if it is to be kept
+        self._shown: DenoiserCall | None = None  # that call, if its step is kept
         self.runs: list[Run] = []
         self.errors = Errors()
         self._clock = clock
-        self._kept: dict[tuple[Hashable, tuple[Any, ...]], _Call] = {}  # by part and size
-        self._pending: tuple[list[_Call], int] | None = None  # the last call's parts, and its step, if it is to be kept
-        self._ahead: dict[tuple[Hashable, torch.device], Tensor] = {}  # by part
+        self._parts_by_size: dict[tuple[Hashable, tuple[Any, ...]], _Part] = {}
+        self._now: list[_Part] = []  # of this call, unless all of it runs
+        self._keeping: int | None = None  # the step of this call, if it is kept
 
     def add_run(self, run: Run) -> Run:
         self.runs.append(run)
         return run
 
     def begin_image(self) -> None:
-        """Give up residuals of sizes that the last two images did not have: two sizes may take turns."""
+        """Drop residuals of sizes that the last two images did not have: two sizes may alternate."""
         self.errors.begin_image()
-        for (part, size), kept in list(self._kept.items()):
-            if kept.image < self._clock.image - 2:
-                del self._kept[part, size]
-                for run in self.runs:
-                    if run.serves(kept.call):
-                        run.forget(kept.call, part)
+        parts = self._parts_by_size.items()
+        self._parts_by_size = {key: part for key, part in parts if part.image >= self._clock.image - 2}
 
     def known(self, call: DenoiserCall) -> Kept | None:
-        """What such a call of this image has shown so far, if all of its parts have shown the same steps."""
+        """What this image has shown about such calls; None unless all parts kept the same steps."""
         self._drop_failed()
-        first, *others = (self._steps(part, each) for part, each in self._parts(call))
+        first, *others = (self._steps(name, each) for name, each in self._parts(call))
         if not first or any(each != first for each in others):
             return None
         *before, last = map(self._clock.place, first)
-        # The error of a full step is on its way while the next begins, and is not waited for.
+        # The error of a full step is still on its way when the next step begins. We do not wait for it.
         late = last.number if self._clock.step == first[-1] + 1 else last.number + 1
         held = tuple(map(self._clock.place, range(first[-1] + 1, self._clock.step)))
         return Kept(last, before[0] if before else None, self.errors.bend(late), held)
@@ -71,100 +78,97 @@ class Holding:
     def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
         return call.parts(self._clock.call)
 
-    def _steps(self, part: Hashable, call: DenoiserCall) -> list[int]:
-        """The kept steps of a part, in this image."""
-        kept = self._kept.get((part, call.size))
-        return kept.steps if kept is not None and kept.image == self._clock.image else []
+    def _steps(self, name: Hashable, call: DenoiserCall) -> list[int]:
+        """The kept steps of a part in this image."""
+        part = self._parts_by_size.get((name, call.size))
+        return part.steps if part is not None and part.image == self._clock.image else []
 
     def enter(self, call: DenoiserCall, step: Step) -> None:
-        """Point every run at the residual of this call, and tell how far the last kept step is."""
+        """Point every run at its residual of this call, and set how far it is extrapolated."""
         self._drop_failed()
         self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
         if self.learning:
             self._shown = call if self.act == KEEP else None
             self.act = RUN
         for run in self.runs:
-            run.entered, run.passed = None, None
-        parts = self._parts(call)
+            run.current = run.entered = run.passed = None
+        self._now = []
         if self.act == RUN:
-            for part, each in parts:
+            for name, each in self._parts(call):
                 # No slope across a step that ran and was not kept.
-                self._steps(part, each).clear()
+                self._steps(name, each).clear()
             return
-        kept = [self._call(part, each) for part, each in parts]
-        self._pending = (kept, self._clock.step) if self.act == KEEP else None
-        self._point(call, [self._distance(each.steps) for each in kept])
+        self._point(call)
+        self._keeping = self._clock.step if self.act == KEEP else None
 
-    def _call(self, part: Hashable, call: DenoiserCall) -> _Call:
-        """What is known of a part, begun anew with every image."""
-        kept = self._kept.get((part, call.size))
-        if kept is None or kept.image != self._clock.image:
-            # The tensors of a call would be kept alive by its ids and timestep.
-            known = call._replace(ids=None, timestep=torch.zeros(()))
-            kept = self._kept[part, call.size] = _Call(self._clock.image, known)
-        return kept
-
-    def _point(self, call: DenoiserCall, distances: list[float]) -> None:
-        """Every run at its residuals of a call."""
-        parts = self._parts(call)
-        aheads = []
-        for (part, _), distance in zip(parts, distances, strict=True):
-            if (part, call.device) not in self._ahead:
-                with torch.inference_mode(False):
-                    self._ahead[part, call.device] = torch.zeros((), device=call.device)
-            aheads.append(self._ahead[part, call.device].fill_(distance))
+    def _point(self, call: DenoiserCall) -> None:
+        """Point every run at its residual of a call."""
+        self._now = [self._part(name, each) for name, each in self._parts(call)]
+        for part in self._now:
+            part.ahead.fill_(self._distance(part.steps))
         for run in self.runs:
             if run.serves(call):
-                run.enter(parts, aheads)
-            else:
-                run.current = None
+                found = tuple(part.residual(run) for part in self._now)
+                run.current = found[0] if len(found) == 1 else Joined(found)
+
+    def _part(self, name: Hashable, call: DenoiserCall) -> _Part:
+        """What is kept for a part; every image starts without kept steps."""
+        key = name, call.size
+        if key not in self._parts_by_size:
+            with torch.inference_mode(False):
+                ahead = torch.zeros((), device=call.device)
+            self._parts_by_size[key] = _Part(call.batch, call.shard, ahead)
+        part = self._parts_by_size[key]
+        if part.image != self._clock.image:
+            part.image, part.steps = self._clock.image, []
+        return part
 
     def keep_shown(self, changes: list[tuple[Run, tuple[Tensor | None, ...]]]) -> None:
-        """Keep what runs changed in the call that has shown them and just ended, if its step is to be kept."""
+        """Keep what runs changed in the call that showed them and just ended, if its step is kept."""
         call, self._shown = self._shown, None
         if call is None or any(not run.serves(call) for run, _ in changes):
             return
-        parts = self._parts(call)
-        self._point(call, [0.0] * len(parts))
+        self._point(call)
         for run, change in changes:
             assert run.current is not None
             run.current.keep(change)
             run.current.leave_inference()
-        for part, each in parts:
-            self._call(part, each).steps = [self._clock.step]
+        for part in self._now:
+            part.steps = [self._clock.step]
 
     def leave(self, *, restart: bool) -> None:
-        """At the end of a call that did not fail. restart: whether what ran is another than at the last kept step, so
-        that no slope may be taken between the two."""
-        if self._pending is not None:
+        """At the end of a call that did not fail. restart: no slope may be used between the last kept step and this
+        one, since they ran differently."""
+        if self._keeping is not None:
             for run in self.runs:
                 run.passed = None
                 if run.current is not None:
                     run.current.leave_inference()
-            self._note(*self._pending, restart=restart)
-        self._pending = None
-        # Blocks that are called by themselves run.
+            self._note(restart=restart)
+        # Blocks that are called on their own run.
         self.act = RUN
 
     def _drop_failed(self) -> None:
-        """A call that failed on the way has left residuals among those of the last that ran: begin anew."""
-        if self._pending is not None:
-            for kept in self._pending[0]:
-                kept.steps.clear()
-            self._pending = None
+        """A call that failed on the way has replaced some residuals only: start again."""
+        if self._keeping is not None:
+            for part in self._now:
+                part.steps.clear()
+            self._keeping = None
 
-    def _note(self, parts: list[_Call], step: int, *, restart: bool) -> None:
-        """A step of a call was kept: its error, and that a slope may be taken from it."""
-        for number, kept in enumerate(parts):
-            if kept.steps and not restart:
-                *before, last = map(self._clock.place, kept.steps)
-                residuals = [run.current.parts[number] for run in self.runs if run.current is not None]
+    def _note(self, *, restart: bool) -> None:
+        """This step was kept: note its error, and whether a slope may be used."""
+        step, self._keeping = self._keeping, None
+        assert step is not None
+        for part in self._now:
+            if part.steps and not restart:
+                *before, last = map(self._clock.place, part.steps)
+                residuals = [part.residuals[run] for run in self.runs if run.current is not None]
                 known = Kept(last, before[0] if before else None)
-                self.errors.note(self._clock.place(step), known, residuals, kept.call.shard)
-            kept.steps = [step] if restart else [*kept.steps[-1:], step]
+                self.errors.note(self._clock.place(step), known, residuals, part.shard)
+            part.steps = [step] if restart else [*part.steps[-1:], step]
 
     def _distance(self, steps: list[int]) -> float:
-        """Of this step from the last kept one, over that between the last two; 0 after one."""
+        """From the last kept step to this one, over the distance between the last two; 0 after one."""
         if len(steps) < 2:
             return 0.0
         before, last, now = (self._clock.place(step).at for step in (*steps[-2:], self._clock.step))
@@ -175,23 +179,20 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted, or this one so far, by the errors of its kept steps; None where nothing
-        was held."""
+        """How far the last image has drifted (this one, so far), from the errors of its kept steps; None if nothing was
+        held."""
         drift = self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
         return None if drift is None else drift * self._clock.length
 
     @property
     def nbytes(self) -> int:
         """Memory of all residuals."""
-        return sum(run.nbytes for run in self.runs)
+        return sum(each.nbytes for part in self._parts_by_size.values() for each in part.residuals.values())
 
-    # What recordings of a call must know.
+    # For CUDA graphs of calls.
 
     def kind(self) -> Hashable | None:
-        return tuple(id(run.current) for run in self.runs)
+        return tuple(map(weakref.ref, self._now))
 
-    def owners(self) -> list[Residual | Joined | None]:
-        return [run.current for run in self.runs]
-
-    def still_owns(self, owners: list[Residual | Joined | None]) -> bool:
-        return all(run.owns(residual) for run, residual in zip(self.runs, owners, strict=True))
+    def owners(self) -> list[Any]:
+        return list(self._now)

@@ -123,9 +123,8 @@ class Predicting(Holding):
             residual.squares = torch.zeros(2, len(clean), device=clean.device)
         residual.keep((clean, rest.clone() if rest.shape[1] else None))
         residual.leave_inference()
-        if self._pending is not None:
-            self._note(*self._pending, restart=self._restart)
-            self._pending = None
+        if self._keeping is not None:
+            self._note(restart=self._restart)
         self._trust = trust
         return output
 
@@ -142,7 +141,7 @@ class Predicting(Holding):
         """Whether the slope before a full step came true in it: 1 or 0, of every picture. Where every step begins
         from new noise, predictions jump about, and a line through two of them leads nowhere."""
         stream, before = residual.streams[0], self._trust
-        if self._pending is None or len(self._pending[0][0].steps) < 2 or stream.value is None or stream.change is None:
+        if self._keeping is None or len(self._now[0].steps) < 2 or stream.value is None or stream.change is None:
             return None
         line, came = (each.flatten(1) for each in (stream.change * residual.ahead, clean - stream.value))
         if before is not None:
@@ -150,17 +149,14 @@ class Predicting(Holding):
             stream.change.mul_(before)
         return ((came * line).sum(1) > 0).float().view(-1, *[1] * (clean.ndim - 1))
 
-    # What recordings of a call must know.
+    # For CUDA graphs of calls.
 
     def kind(self) -> Hashable | None:
-        """Calls that are left out have nothing to record."""
-        return None if self.act == HOLD else id(self)
+        """Held calls have nothing to record."""
+        return None if self.act == HOLD else ()
 
     def owners(self) -> list[Any]:
         return []
-
-    def still_owns(self, owners: list[Any]) -> bool:
-        return True
 
 
 class DenoiserSite(Site):

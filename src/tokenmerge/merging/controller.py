@@ -134,7 +134,7 @@ class Merging:
         """Whether this call has changed a map."""
         return any(group.renewed for group in self.groups)
 
-    # What recordings of a call must know.
+    # For CUDA graphs of calls.
 
     def kind(self) -> Hashable | None:
         kinds = tuple(group.kind() for group in self.groups)
@@ -149,6 +149,3 @@ class Merging:
 
     def owners(self) -> list[Any]:
         return [group.slot for group in self.groups]
-
-    def still_owns(self, owners: list[Any]) -> bool:
-        return all(group.owns(slot) for group, slot in zip(self.groups, owners, strict=True))

@@ -240,14 +240,9 @@ class MergeGroup:
         """Whether this call has changed the maps."""
         return self._due is not None and self._due.maps != "reuse" and self._due.maps_done > 0
 
-    # What recordings of a call must know.
-
-    def owns(self, slot: Slot | None) -> bool:
-        return any(each is slot for each in self._slots.values())
+    # For CUDA graphs of calls.
 
     def kind(self) -> tuple[Any, ...] | None:
-        """Equal for calls in which this group does the same work on the same tensors; None where that cannot be
-        recorded."""
         due = self._due
         assert due is not None
         assert self.slot is not None
@@ -255,7 +250,7 @@ class MergeGroup:
             return ("whole",)
         if due.maps != "reuse" and self._method.needs_host(self._technique):
             return None
-        return id(self.slot), self.grids, due.maps
+        return weakref.ref(self.slot), self.grids, due.maps
 
     @property
     def done(self) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class _History:
         return known
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """The tensors that the layers of a group read for one size of image."""
 

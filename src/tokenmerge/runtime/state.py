@@ -72,8 +72,6 @@ class Merging(Protocol):
 
     def owners(self) -> list[Any]: ...
 
-    def still_owns(self, owners: list[Any]) -> bool: ...
-
 
 class Holding(Protocol):
     """What the state asks of holding."""
@@ -96,8 +94,6 @@ class Holding(Protocol):
     def kind(self) -> Hashable | None: ...
 
     def owners(self) -> list[Any]: ...
-
-    def still_owns(self, owners: list[Any]) -> bool: ...
 
 
 class State(Uncopied):
@@ -213,41 +209,30 @@ class State(Uncopied):
             if technique is not None:
                 technique.close()
 
-    # What recordings of a call must know.
+    # For CUDA graphs of calls, see `compiling/graphs.py`.
+
+    @property
+    def _acting(self) -> list[Merging | Holding]:
+        """The techniques that take part in this call."""
+        found: list[Merging | Holding] = []
+        if self.merging is not None and self.step.kind == MERGED:
+            found.append(self.merging)
+        if self.holding is not None and (self.step.keeps or self.step.kind == HELD):
+            found.append(self.holding)
+        return found
 
     def kind(self) -> Hashable | None:
-        """Equal for denoiser calls that launch the same work on the same tensors; None if it cannot be recorded."""
         if self.holding is not None and self.holding.learning:
             return None
-        parts: list[Hashable] = [self.step.kind, self.step.keeps]
-        if self.merging is not None and self.step.kind == MERGED:
-            merged = self.merging.kind()
-            if merged is None:
-                return None
-            parts.append(merged)
-        if self.holding is not None and (self.step.keeps or self.step.kind == HELD):
-            held = self.holding.kind()
-            if held is None:
-                return None
-            parts.append(held)
-        return tuple(parts)
+        kinds = [technique.kind() for technique in self._acting]
+        return None if None in kinds else (self.step.kind, self.step.keeps, *kinds)
 
     def done(self) -> Any:
-        """What this call has renewed so far."""
         return self.merging.done() if self.merging is not None and self.step.kind == MERGED else None
 
     def set_done(self, done: Any) -> None:
-        """Take it that this call has renewed this."""
         if self.merging is not None and self.step.kind == MERGED:
             self.merging.set_done(done)
 
-    def owners(self) -> tuple[list[Any], list[Any]]:
-        """What owns the tensors of this call."""
-        merging = self.merging.owners() if self.merging is not None else []
-        return merging, self.holding.owners() if self.holding is not None else []
-
-    def still_owns(self, owners: tuple[list[Any], list[Any]]) -> bool:
-        """Whether no tensor of an earlier call has been given up since."""
-        merging, holding = owners
-        kept = self.merging is None or self.merging.still_owns(merging)
-        return kept and (self.holding is None or self.holding.still_owns(holding))
+    def owners(self) -> list[Any]:
+        return [owner for technique in self._acting for owner in technique.owners()]
