@@ -397,13 +397,13 @@ def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--repeats", "0"], "--repeats is 0; it must be 1 or more"),
-        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
-        (["--warmups", "-1"], "--warmups is -1; it must be 0 or more"),
-        (["--loops", "-1"], "--loops is -1; it must be 0 or more"),
-        (["--settle", "-1"], "--settle is -1.0; it must be a number of seconds from 0"),
-        (["--settle", "inf"], "--settle is inf"),
-        (["--batches", "1,0"], "--batches are 1, 0; give numbers from 1"),
+        (["--repeats", "0"], "--repeats: 0 is out of range; it must be 1 or more"),
+        (["--rounds", "0"], "--rounds: 0 is out of range; it must be 1 or more"),
+        (["--warmups", "-1"], "--warmups: -1 is out of range; it must be 0 or more"),
+        (["--loops", "-1"], "--loops: -1 is out of range; it must be 0 or more"),
+        (["--settle", "-1"], "--settle: -1.0 is out of range; it must be 0 or more"),
+        (["--settle", "inf"], "--settle: inf is out of range"),
+        (["--batches", "1,0"], "--batches: 0 is out of range"),
         (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 16"),
         # A whole number of latents, but not of tokens.
         (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),

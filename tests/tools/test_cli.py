@@ -168,7 +168,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
         ("flux", ["--techniques", "hold:what=stages"], "stages"),
         ("flux", ["--techniques", "best"], "unknown"),
         ("flux", ["--techniques", "none + mag"], "plan knows techniques alone; leave out mag"),
-        ("flux", ["--steps", "0"], "--steps is 0; it must be 1 or more"),
+        ("flux", ["--steps", "0"], "--steps: 0 is out of range; it must be 1 or more"),
         ("flux", ["--size", "1024x4"], "larger size"),
         # Width first, as in all commands.
         ("flux", ["--size", "1024x8"], "1024x8 pixels are less than one token of 16x16; give a larger size"),
@@ -247,29 +247,29 @@ def test_one_of_a_thing_is_told_in_the_singular(models: Path, capsys: pytest.Cap
 
 # What is wrong by itself, whatever the model: told before a model is looked for.
 WRONG = {
-    "--steps 0": "--steps is 0; it must be 1 or more",
+    "--steps 0": "--steps: 0 is out of range; it must be 1 or more",
     "--steps x": "--steps: 'x' is not a whole number, as in 3",
     "--size large": "--size: 'large' is not a size",
     "--size 64": "write width x height in pixels, as in 512x384",
-    "--guidance nan": "--guidance is nan; it must be a finite number",
-    "--guidance inf": "--guidance is inf; it must be a finite number",
+    "--guidance nan": "--guidance: nan is out of range; it must be a finite number",
+    "--guidance inf": "--guidance: inf is out of range; it must be a finite number",
     "--techniques hodl": "(did you mean 'hold'?)",
     "--techniques hold:every=0": "every is 0",
     "--ratios 0.5,x": "--ratios: '0.5,x' is not a list of numbers, as in 0.25,0.5",
     "--techniques hold --ratios 0.5": "--ratios is for techniques that merge and give no ratio, and there is only hold",
-    "--threads 0": "--threads is 0; it must be 1 or more",
+    "--threads 0": "--threads: 0 is out of range; it must be 1 or more",
     "--device cuda:77": "cannot be used",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
-    "--seed -1": "seed -1 is out of range; seeds are from 0 to 9223372036854775807",
+    "--seed -1": "--seed: -1 is out of range; it must be from 0 to 9223372036854775807",
     "--seed 9223372036854775807 --number 2": "is out of range; seeds are from 0 to 9223372036854775807",
-    "--seeds 0,-1": "seed -1 is out of range",
-    "--seeds a": "--seeds: 'a' is not a list of whole numbers, as in 0,1,2",
+    "--seeds 0,-1": "--seeds: -1 is out of range; it must be from 0 to 9223372036854775807",
+    "--seeds a": "--seeds: 'a' is not a whole number, as in 3",
     "--compile graphs --device cpu": "use --compile blocks",
     "--sizes 64x64,64": "--sizes: '64' is not a size",
     "--modes fast": "mode 'fast' is unknown; use eager, graph",
     "--modes graph --device cpu": "needs a CUDA device",
-    "--settle nan": "--settle is nan",
-    "--budget mse=much": "is not understood",
+    "--settle nan": "--settle: nan is out of range; it must be 0 or more",
+    "--budget mse=much": "--budget: 'much' is not a number, as in 0.5",
 }
 
 
@@ -340,7 +340,9 @@ def test_two_dashes_end_the_options(
     monkeypatch.chdir(tmp_path)
     assert run("generate", "--steps", "0", "--", "--a rose") == 2
     assert run("generate", "--steps", "0", "--", "--rose") == 2
-    assert capsys.readouterr().err == 2 * "tokenmerge: --steps is 0; it must be 1 or more\n"
+    assert capsys.readouterr().err == 2 * (
+        "tokenmerge: --steps: 0 is out of range; it must be 1 or more (tokenmerge generate --help tells more)\n"
+    )
 
 
 @pytest.mark.parametrize("command", command_parsers())
@@ -480,6 +482,20 @@ def test_a_package_that_is_missing_is_told_with_its_extra(package: str, command:
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == f"tokenmerge: {package} is not installed; pip install tokenmerge[{extra}]\n"
+
+
+def test_numbers_are_checked_before_anything_heavy_is_imported() -> None:
+    typed = [
+        *("generate --steps 0", "generate --guidance nan", "demo --port 0", "serve --max-batch 0", "plan --frames 0"),
+        *("bench --batches 1,0", "eval --seeds 1,1", "tune", "tune --budget mse=0", "heal --lr 0", "heal --rank 0"),
+        *("reproduce table1 --number 0", "metrics a b --threads 0"),
+    ]
+    code = (
+        "import sys; from tokenmerge.tools.cli.main import main; "
+        f"print([main(words.split()) for words in {typed}], 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == f"{[2] * len(typed)} False\n"
 
 
 def test_the_parser_needs_no_heavy_package() -> None:

@@ -729,7 +729,6 @@ def test_flowers_are_built_in() -> None:
         ("a.json", "[", {}, "is not JSON in UTF-8"),
         ("a.pdf", "", {}, "neither 'flowers' nor a file"),
         ("a.txt", "x", {"template": "no place"}, "exactly one {}"),
-        ("a.txt", "x", {"limit": 0}, "1 or more"),
     ],
 )
 def test_prompt_files_that_cannot_be(
@@ -750,10 +749,10 @@ def test_a_prompt_file_that_is_not_there() -> None:
     [
         (["--techniques", "dit:levels=2"], "only one"),
         (["--techniques", "hold", "--ratios", "0.5"], "there is only hold"),
-        (["--seeds", "1,1"], "--seeds are 1, 1; give different ones"),
+        (["--seeds", "1,1"], "--seeds: '1,1' has a seed twice; give different ones"),
         (["--batch", "0"], "1 or more"),
         (["--reference-steps", "9", "--steps", "9"], "--reference-steps is 9; it must be more than the 9 steps"),
-        (["--reference-steps", "-1"], "--reference-steps is -1; it must be 0 or more"),
+        (["--reference-steps", "-1"], "--reference-steps: -1 is out of range; it must be 0 or more"),
         (["--metrics", "sscd", "--networks", "."], "whose network is missing"),
         (["--metrics", "beauty"], "choose from"),
         (["--networks", "absent"], "is not a folder"),
@@ -1104,7 +1103,7 @@ def test_threads_that_cannot_be_are_refused(
     pairs: tuple[Path, Path], threads: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["metrics", *map(str, pairs), "--metrics", "mse", "--threads", threads]) == 2
-    assert f"--threads is {threads}; it must be 1 or more" in capsys.readouterr().err
+    assert f"--threads: {threads} is out of range; it must be 1 or more" in capsys.readouterr().err
 
 
 def test_equal_folders_are_infinitely_like_each_other(

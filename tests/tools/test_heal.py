@@ -447,7 +447,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such technique": ({"merge": "tomato"}, r"'tomato' is unknown"),
     "not mergeable": ({"merge": "todo"}, r"use another method, such as 'pool'"),
     "half precision": ({"setup": replace(ASKED.setup, dtype="float16")}, r"gradients vanish; use bfloat16 or float32"),
-    "learning rate": ({"lr": 0.0}, r"--lr is 0\.0; it must be positive"),
     "largest seed": ({"seed": LARGEST_SEED}, r"seed \d+ is out of range"),
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
     "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),

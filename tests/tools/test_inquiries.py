@@ -112,7 +112,7 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
         *(
             (
                 name,
-                [f"--{option}", "64x64" if option == "size" else "0"],
+                [f"--{option}", "64x64" if option == "size" else "1"],
                 f"--{option} is not for {name}, which draws no pictures; leave it out",
             )
             for name, option in itertools.product(
@@ -121,12 +121,12 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
             )
         ),
         *(
-            (name, [f"--{option}", given], f"--{option} is {given}; it must be 1 or more")
+            (name, [f"--{option}", given], f"--{option}: {given} is out of range; it must be 1 or more")
             for name, option in (("fig4", "threads"), ("fig3", "steps"), ("fig4", "steps"), ("table4", "threads"))
             for given in ("0", "-1")
         ),
         ("table4", ["--repeats", "0"], "--repeats is 0; table4 is about time and needs 1 or more"),
-        ("table5", ["--batch", "0"], "--batch is 0; table5 is about time and needs 1 or more"),
+        ("table5", ["--batch", "0"], "--batch: 0 is out of range"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(

@@ -94,8 +94,6 @@ def test_a_scheduler_that_the_pipeline_cannot_use_is_refused_before_pictures(
 
 
 def test_an_unknown_scheduler_is_refused_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TokenMergeError, match=r"'euler-caras' \(did you mean .*euler-karras.*choose from euler,"):
-        Setup(model="tiny-flux", scheduler="euler-caras")
     assert main(["generate", "--scheduler", "euler-caras"]) == 2
     assert "euler-karras" in capsys.readouterr().err
 

@@ -305,10 +305,10 @@ def test_goals_choose() -> None:
 
 def test_goals_as_typed(tmp_path: Path) -> None:
     sources = Sources(write_networks(tmp_path))
-    assert read_goal("mse=50", None, None, sources) == Budget(MSE, 50)
-    assert read_goal("50", None, "mse", sources) == Budget(MSE, 50)
+    assert read_goal(("mse", 50.0), None, None, sources) == Budget(MSE, 50)
+    assert read_goal((None, 50.0), None, "mse", sources) == Budget(MSE, 50)
     assert read_goal(None, 1.5, None, sources) == SpeedUp(BY_NAME["lpips"], 1.5)
-    assert read_goal("0.1", None, None, sources).metric.name == "lpips"
+    assert read_goal((None, 0.1), None, None, sources).metric.name == "lpips"
 
 
 @pytest.mark.parametrize("number", [1, 3, 5, 100])
@@ -501,29 +501,29 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "neither --budget nor --speed-up was given"),
-        (["--budget", "mse=9", "--speed-up", "2"], "both --budget and --speed-up were given"),
-        (["--budget", "mse=much"], "is not understood"),
-        (["--budget", "mse=-1"], "must be positive"),
-        (["--budget", "mse=nan"], "must be positive"),
+        ([], "one of the arguments --budget --speed-up is required"),
+        (["--budget", "mse=9", "--speed-up", "2"], "--speed-up: not allowed with argument --budget"),
+        (["--budget", "mse=much"], "--budget: 'much' is not a number"),
+        (["--budget", "mse=-1"], "--budget: -1.0 is out of range; it must be above 0"),
+        (["--budget", "mse=nan"], "--budget: nan is out of range"),
         (["--budget", "ssim=0.9"], "choose from mse, lpips, dino"),
         (["--budget", "mse=9", "--metric", "lpips"], "leave one out"),
-        (["--speed-up", "1", "--metric", "mse"], "must be above 1"),
+        (["--speed-up", "1", "--metric", "mse"], "it must be above 1"),
         (["--speed-up", "2", "--metric", "dino", "--dino", "no/dino"], "or use --metric mse"),
         (["--budget", "dino=2", "--dino", "no/dino"], "or use --budget mse=100"),
         (["--budget", "mse=9", "--candidates", "5"], "is 5; it must be from 6, which are always tried, to 1000"),
-        (["--budget", "mse=9", "--candidates", "0"], "is 0; it must be from 6, which are always tried, to 1000"),
+        (["--budget", "mse=9", "--candidates", "0"], "--candidates: 0 is out of range"),
         (["--budget", "mse=9", "--candidates", "6", "--rungs", "4"], "use fewer rungs"),
-        (["--budget", "mse=9", "--rungs", "0"], "--rungs is 0"),
+        (["--budget", "mse=9", "--rungs", "0"], "--rungs: 0 is out of range"),
         (["--budget", "mse=9", "--rungs", "9"], "use fewer rungs"),
-        (["--budget", "mse=9", "--repeats", "0"], "--repeats is 0"),
+        (["--budget", "mse=9", "--repeats", "0"], "--repeats: 0 is out of range"),
         (["--budget", "mse=9", "--model", "absent"], "model 'absent' is unknown"),
         (["--budget", "mse=9", "--prompts", "absent.txt"], "cannot be read"),
         (["--budget", "mse=9", "--size", "70x70"], "multiples of"),
         (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches techniques alone"),
         (["--budget", "mse=9", "--rivals", "deepcache"], "'deepcache' is refused: DeepCache is for UNets"),
         (["--budget", "mse=9", "--rivals", "hold"], "'hold' is no rival; use first-block, mag"),
-        (["--budget", "mse=9", "--batch", "0"], "--batch is 0"),
+        (["--budget", "mse=9", "--batch", "0"], "--batch: 0 is out of range"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

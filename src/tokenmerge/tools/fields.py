@@ -87,18 +87,38 @@ def parse_sizes(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(map(parse_size, text.split(",")))
 
 
-def check_counts(least: int = 1, **counts: int | None) -> None:
-    """Refuse options that are numbers and too small; None was not given."""
-    for name, count in counts.items():
-        if count is not None and count < least:
-            raise TokenMergeError(f"--{name} is {count}; it must be {least} or more")
+def whole(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
+    """A parser for whole numbers within bounds."""
+    told = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+    return lambda text: _bounded(_number(text, int), lambda value: least <= value <= most, told)
 
 
-def check_finite(**numbers: float | None) -> None:
-    """Refuse options that are infinite or no number; None was not given."""
-    for name, number in numbers.items():
-        if number is not None and not math.isfinite(number):
-            raise TokenMergeError(f"--{name} is {number}; it must be a finite number")
+def real(*, least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
+    """A parser for finite numbers from `least`, or above a bound."""
+    told = f"above {above:g}" if above > -math.inf else f"{least:g} or more" if least > -math.inf else "a finite number"
+    # NaN fails the comparison too.
+    return lambda text: _bounded(_number(text, float), lambda value: least <= value < math.inf and value > above, told)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(whole(), text.split(",")))
+
+
+def parse_budget(text: str) -> tuple[str | None, float]:
+    """A drift as in `lpips=0.1`, or `0.1` of a metric that is named elsewhere."""
+    named, _, value = text.rpartition("=")
+    return named or None, real(above=0)(value)
+
+
+parse_seed = whole(0, LARGEST_SEED)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Different seeds, separated by commas."""
+    seeds = tuple(map(parse_seed, text.split(",")))
+    if len(set(seeds)) < len(seeds):
+        raise Unreadable(f"{text!r} has a seed twice; give different ones, as in 0,1,2")
+    return seeds
 
 
 def check_seeds(*seeds: int) -> None:
@@ -119,6 +139,12 @@ def _tuple_parser(item: Any, *others: Any) -> Callable[[str], tuple[Any, ...]]:
         return parts
 
     return parse
+
+
+def _bounded(value: Any, is_within: Callable[[Any], bool], told: str) -> Any:
+    if not is_within(value):
+        raise Unreadable(f"{value} is out of range; it must be {told}")
+    return value
 
 
 def _number(text: str, kind: type) -> Any:

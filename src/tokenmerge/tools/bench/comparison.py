@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -16,7 +15,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ... import api
 from ...errors import TokenMergeError, did_you_mean
-from ..fields import check_counts
 from ..files import append_line, check_writable
 from ..loading import Outline, best_device, load_denoiser, outline
 from ..measure import environment
@@ -67,16 +65,8 @@ class Task:
     command: str = ""
 
     def __post_init__(self) -> None:
-        check_counts(steps=self.steps, repeats=self.repeats, rounds=self.rounds, threads=self.threads)
-        check_counts(frames=self.frames)
-        check_counts(0, warmups=self.warmups, loops=self.loops)
-        if min(self.batches) < 1:
-            raise TokenMergeError(f"--batches are {', '.join(map(str, self.batches))}; give numbers from 1, as in 1,4")
         if self.resume and self.out is None:
             raise TokenMergeError("--resume goes on with a file; give --out")
-        # NaN fails the comparison too.
-        if self.settle is not None and not 0 <= self.settle < math.inf:
-            raise TokenMergeError(f"--settle is {self.settle}; it must be a number of seconds from 0")
         for mode in self.modes:
             if mode not in MODES:
                 raise TokenMergeError(f"mode {mode!r} is unknown{did_you_mean(mode, MODES)}; use {', '.join(MODES)}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..fields import parse_as, parse_sizes
+from ..fields import parse_as, parse_counts, parse_sizes, real, whole
 from . import options as shared
 
 
@@ -20,13 +20,13 @@ def add(commands: Any) -> None:
             "Markdown tables."
         ),
     )
-    add_, number, numbers = parser.add_argument, parse_as(int), parse_as(tuple[int, ...])
+    add_, count = parser.add_argument, whole()
     shared.add_model(parser, "tiny-flux", random=True)
     shared.add_techniques(parser)
     shared.add_ratios(parser)
     add_("--sizes", type=parse_sizes, metavar="WxH,...", help="width x height in pixels (default: the model's)")
     shared.add_frames(parser)
-    add_("--batches", type=numbers, default=(1,), metavar="A,B,...", help="batch sizes (default: 1)")
+    add_("--batches", type=parse_counts, default=(1,), metavar="A,B,...", help="batch sizes (default: 1)")
     add_(
         "--modes",
         type=parse_as(tuple[str, ...]),
@@ -34,17 +34,15 @@ def add(commands: Any) -> None:
         metavar="A,B,...",
         help="any of eager, graph, compiled, compiled+graph (default: eager)",
     )
-    add_("--steps", type=number, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
+    add_("--steps", type=count, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
     runs = "untimed runs of every kind of step, with graphs at least 2 (default: 5 on a GPU, else 1)"
-    add_("--warmups", type=number, metavar="N", help=runs)
-    add_(
-        "--settle", type=parse_as(float), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)"
-    )
-    add_("--repeats", type=number, metavar="N", help="timed runs of every kind of step (default: 20 on a GPU, else 5)")
-    add_("--loops", type=number, default=0, metavar="N", help="whole schedules to time as well (default: 0)")
+    add_("--warmups", type=whole(0), metavar="N", help=runs)
+    add_("--settle", type=real(least=0), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)")
+    add_("--repeats", type=count, metavar="N", help="timed runs of every kind of step (default: 20 on a GPU, else 5)")
+    add_("--loops", type=whole(0), default=0, metavar="N", help="whole schedules to time as well (default: 0)")
     add_(
         "--rounds",
-        type=number,
+        type=count,
         default=1,
         metavar="N",
         help="times to measure everything (default: 1)",

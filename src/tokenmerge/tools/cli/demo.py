@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..fields import parse_as
+from ..fields import whole
 from . import options as shared
 
 _MODELS = ("tiny-sdxl", "tiny-flux")
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         default=_HOST,
         help="address to serve at; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
     )
-    parser.add_argument("--port", type=parse_as(int), default=_PORT, metavar="N", help="port (default: %(default)s)")
+    parser.add_argument("--port", type=whole(1, 65535), default=_PORT, metavar="N", help="port (default: %(default)s)")
     shared.add_machine_options(parser)
     shared.add_dtype(parser)
     parser.set_defaults(run=run)

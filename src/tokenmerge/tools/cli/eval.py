@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..fields import parse_as
+from ..fields import parse_seeds, whole
 from . import options as shared
 
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
     add_options(parser, number="all", seeds="0", repeats="5", out="evaluation")
     parser.add_argument(
         "--reference-steps",
-        type=parse_as(int),
+        type=whole(0),
         metavar="N",
         help="steps of the second yardstick, the plain picture with more steps; 0 leaves it out (default: four times "
         "the steps)",
@@ -45,10 +45,10 @@ def arguments_in(line: str) -> list[str]:
 
 def add_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
     """What `reproduce` has too. defaults: what the help tells of options that have another default there."""
-    add_, number, told = parser.add_argument, parse_as(int), {name: f"(default: {defaults[name]})" for name in defaults}
+    add_, count, told = parser.add_argument, whole(), {name: f"(default: {defaults[name]})" for name in defaults}
     shared.add_prompt_options(parser, default="flowers")
-    add_("--number", type=number, metavar="N", help=f"the first N prompts {told['number']}")
-    add_("--seeds", type=parse_as(tuple[int, ...]), metavar="A,B,...", help=f"seeds for every prompt {told['seeds']}")
+    add_("--number", type=count, metavar="N", help=f"the first N prompts {told['number']}")
+    add_("--seeds", type=parse_seeds, metavar="A,B,...", help=f"seeds for every prompt {told['seeds']}")
     shared.add_picture_options(parser)
     add_(
         "--reference",
@@ -56,8 +56,8 @@ def add_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
         metavar="FOLDER",
         help="photographs for FID and KID (default: the plain pictures)",
     )
-    add_("--batch", type=number, default=1, metavar="N", help="pictures in a timed batch (default: 1)")
-    add_("--repeats", type=number, metavar="N", help=f"timed batches; 0 leaves time out {told['repeats']}")
+    add_("--batch", type=count, default=1, metavar="N", help="pictures in a timed batch (default: 1)")
+    add_("--repeats", type=whole(0), metavar="N", help=f"timed batches; 0 leaves time out {told['repeats']}")
     add_("--out", type=Path, metavar="FOLDER", help=f"folder for all files {told['out']}")
     add_("--resume", action="store_true", help="go on with what is in --out")
     shared.add_machine_options(parser, threads=1)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..fields import parse_as
+from ..fields import parse_seed, whole
 from . import options as shared
 
 
@@ -30,11 +30,15 @@ def add(commands: Any) -> None:
     shared.add_ratios(parser)
     shared.add_picture_options(parser)
     parser.add_argument(
-        "--seed", type=parse_as(int), default=0, metavar="N", help="seed of the first picture (default: %(default)s)"
+        "--seed",
+        type=parse_seed,
+        default=0,
+        metavar="N",
+        help="seed of the first picture (default: %(default)s)",
     )
     parser.add_argument(
         "--number",
-        type=parse_as(int),
+        type=whole(),
         default=1,
         metavar="N",
         help="pictures to draw, each with the next seed (default: 1)",

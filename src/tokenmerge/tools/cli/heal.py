@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..fields import check_counts, parse_as
+from ..fields import parse_seed, real, whole
 from . import options as shared
 
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
             "`accelerate launch -m tokenmerge heal ...` trains on several devices.",
         ),
     )
-    add_, number = parser.add_argument, parse_as(int)
+    add_, count = parser.add_argument, whole()
     shared.add_model(parser, "tiny-flux")
     told = "unet or dit, by the model's family"
     add_("--merge", metavar="TECHNIQUE", help=f"merging to heal, as in dit:ratio=0.5 (default: {told})")
@@ -33,28 +33,28 @@ def add(commands: Any) -> None:
         "pictures that the plain model draws of --prompts)",
     )
     shared.add_prompt_options(parser, default="flowers")
-    add_("--number", type=number, default=64, metavar="N", help="pictures to draw without --data (default: 64)")
-    add_("--held-out", type=number, default=8, metavar="N", help="pictures that training does not see (default: 8)")
-    add_("--rank", type=number, default=32, metavar="N", help="rank of the LoRA (default: 32)")
-    add_("--steps", type=number, default=1000, metavar="N", help="training steps (default: 1000)")
-    add_("--batch", type=number, default=4, metavar="N", help="pictures in a step, on each device (default: 4)")
+    add_("--number", type=count, default=64, metavar="N", help="pictures to draw without --data (default: 64)")
+    add_("--held-out", type=count, default=8, metavar="N", help="pictures that training does not see (default: 8)")
+    add_("--rank", type=count, default=32, metavar="N", help="rank of the LoRA (default: 32)")
+    add_("--steps", type=count, default=1000, metavar="N", help="training steps (default: 1000)")
+    add_("--batch", type=count, default=4, metavar="N", help="pictures in a step, on each device (default: 4)")
     add_(
         "--at-once",
-        type=number,
+        type=count,
         metavar="N",
         help="pictures of them in a call; more are faster on a GPU and take more memory (default: all, or one where "
         "the pictures of a batch share destinations, as on Flux)",
     )
-    add_("--lr", type=parse_as(float), default=5e-4, metavar="N", help="highest learning rate (default: 0.0005)")
-    add_("--seed", type=number, default=0, metavar="N", help="seed of everything (default: 0)")
-    add_("--every", type=number, default=100, metavar="N", help="steps from one checkpoint to the next (default: 100)")
+    add_("--lr", type=real(above=0), default=5e-4, metavar="N", help="highest learning rate (default: 0.0005)")
+    add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of everything (default: 0)")
+    add_("--every", type=count, default=100, metavar="N", help="steps from one checkpoint to the next (default: 100)")
     add_(
         "--denoising-steps",
-        type=number,
+        type=count,
         metavar="N",
         help="steps of a picture, whose noise levels are trained (default: the model's)",
     )
-    add_("--guidance", type=parse_as(float), metavar="N", help="strength of guidance (default: the model's)")
+    add_("--guidance", type=real(), metavar="N", help="strength of guidance (default: the model's)")
     shared.add_size(parser)
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)
@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> None:
     from ..drawing.studio import Setup
     from ..healing.run import Healing, heal
 
-    check_counts(**{"denoising-steps": options.denoising_steps})
     setup = Setup(**{**shared.given(options, Setup), "steps": options.denoising_steps})
     given = {**shared.given(options, Healing), "setup": setup, "sources": shared.sources_of(options)}
     given["prompts"] = () if options.data is not None else shared.prompts_of(options)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import Hold, Merge
 from ...errors import TokenMergeError, did_you_mean
-from ..fields import parse_as, parse_size, write_value
+from ..fields import parse_as, parse_size, real, whole, write_value
 from ..files import to_json
 from ..random_models import RANDOM_MODELS
 from ..solvers import SCHEDULERS
@@ -128,10 +128,8 @@ def add_model(parser: argparse.ArgumentParser, default: str | None, told: str = 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
     """What is chosen for all pictures."""
-    parser.add_argument("--steps", type=parse_as(int), metavar="N", help="denoising steps (default: the model's)")
-    parser.add_argument(
-        "--guidance", type=parse_as(float), metavar="N", help="strength of guidance (default: the model's)"
-    )
+    parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--guidance", type=real(), metavar="N", help="strength of guidance (default: the model's)")
     add_scheduler(parser)
     add_size(parser)
 
@@ -148,16 +146,14 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 def add_frames(parser: argparse.ArgumentParser) -> None:
     told = "frames of a video (default: as many as the model's family usually makes)"
-    parser.add_argument("--frames", type=parse_as(int), metavar="N", help=told)
+    parser.add_argument("--frames", type=whole(), metavar="N", help=told)
 
 
 def add_machine_options(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
     """Where and how it runs. threads: by default; None is what torch takes by itself."""
     told = threads or "what OMP_NUM_THREADS says, else one for each core"
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
-    parser.add_argument(
-        "--threads", type=parse_as(int), default=threads, metavar="N", help=f"CPU threads (default: {told})"
-    )
+    parser.add_argument("--threads", type=whole(), default=threads, metavar="N", help=f"CPU threads (default: {told})")
 
 
 def add_dtype(parser: argparse.ArgumentParser, told: str = "float32 on a CPU, else bfloat16") -> None:

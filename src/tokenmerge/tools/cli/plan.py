@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..fields import check_counts, parse_as
+from ..fields import whole
 from . import options as shared
 
 
@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan")
     shared.add_size(parser)
     shared.add_frames(parser)
-    parser.add_argument("--steps", type=parse_as(int), metavar="N", help="denoising steps (default: the model's)")
+    parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
     parser.add_argument("--sites-list", action="store_true", help="list every site by name")
     shared.add_json(parser)
     parser.set_defaults(run=run)
@@ -34,7 +34,6 @@ def run(options: argparse.Namespace) -> None:
     from ..loading import outline
     from ..typed import read_typed
 
-    check_counts(steps=options.steps, frames=options.frames)
     typed = [read_typed(text).configuration for text in options.techniques or (RECOMMENDED,)]
     for each in typed:
         for rival in each.rivals:

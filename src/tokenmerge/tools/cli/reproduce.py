@@ -63,10 +63,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _inquire(options: argparse.Namespace, inquiry: Inquiry, ratios: Sequence[float]) -> None:
     from ..drawing.studio import Setup
-    from ..fields import check_seeds
     from ..paper.inquiries import inquire
 
-    check_seeds(*options.seeds)
     finding = inquire(
         inquiry,
         Setup(**shared.given(options, Setup)),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from ..fields import parse_as
+from ..fields import real, whole
 from ..speeds import BATCHED_SPEEDS, DEFAULT
 from . import options as shared
 
@@ -22,7 +23,7 @@ def add(commands: Any) -> None:
     )
     shared.add_model(parser, "tiny-flux")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    _add_number(parser, "port", 8000, "port to listen on")
+    _add_number(parser, "port", 8000, "port to listen on", most=65535)
     parser.add_argument(
         "--keys",
         type=Path,
@@ -38,7 +39,7 @@ def add(commands: Any) -> None:
     _add_number(parser, "max-prompt", 4000, "characters of a prompt at most")
     parser.add_argument(
         "--timeout",
-        type=parse_as(float),
+        type=real(above=0),
         default=600.0,
         metavar="SECONDS",
         help="seconds from a request to its answer at most (default: 600)",
@@ -62,9 +63,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_number(parser: argparse.ArgumentParser, name: str, default: int, told: str) -> None:
+def _add_number(parser: argparse.ArgumentParser, name: str, default: int, told: str, most: float = math.inf) -> None:
     parser.add_argument(
-        f"--{name}", type=parse_as(int), default=default, metavar="N", help=f"{told} (default: %(default)s)"
+        f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{told} (default: %(default)s)"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
-from ..fields import parse_as
+from ..fields import parse_budget, parse_seed, real, whole
 from . import options as shared
 
 
@@ -22,15 +22,17 @@ def add(commands: Any) -> None:
             "interruption."
         ),
     )
-    add_, number = parser.add_argument, parse_as(int)
-    add_(
+    add_, count = parser.add_argument, whole()
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument(
         "--budget",
+        type=parse_budget,
         metavar="NAME=N",
         help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
     )
-    add_(
+    goal.add_argument(
         "--speed-up",
-        type=parse_as(float),
+        type=real(above=1),
         metavar="N",
         help="wished, as in 1.5: find the least drift for it (default: none)",
     )
@@ -46,19 +48,25 @@ def add(commands: Any) -> None:
         "(default: all that are installed and that the model can have)",
     )
     shared.add_prompt_options(parser, default="flowers")
-    add_("--candidates", type=number, default=24, metavar="N", help="candidates in the first rung (default: 24)")
+    add_("--candidates", type=count, default=24, metavar="N", help="candidates in the first rung (default: 24)")
     add_(
         "--rungs",
-        type=number,
+        type=count,
         default=3,
         metavar="N",
         help="rungs; the better half of each goes on (default: 3)",
     )
-    add_("--number", type=number, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
-    add_("--seed", type=number, default=0, metavar="N", help="seed for candidates and pictures (default: %(default)s)")
+    add_("--number", type=count, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
+    add_(
+        "--seed",
+        type=parse_seed,
+        default=0,
+        metavar="N",
+        help="seed for candidates and pictures (default: 0)",
+    )
     shared.add_picture_options(parser)
-    add_("--batch", type=number, default=1, metavar="N", help="pictures in a timed batch (default: %(default)s)")
-    add_("--repeats", type=number, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
+    add_("--batch", type=count, default=1, metavar="N", help="pictures in a timed batch (default: %(default)s)")
+    add_("--repeats", type=count, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
     # CLIP judges a picture by its prompt, which is no drift.
     shared.add_network_options(parser, "dino")
     shared.add_machine_options(parser, threads=1)

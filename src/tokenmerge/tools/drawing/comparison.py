@@ -17,7 +17,7 @@ from ...planning.drift import UNCALIBRATED
 from ...planning.tables import table
 from ...runtime.timeline import HELD, MERGED
 from ..compiling import warm_ups
-from ..fields import check_counts, check_seeds
+from ..fields import check_seeds
 from ..files import finite
 from ..measure import environment
 from ..quality import compare
@@ -40,8 +40,6 @@ class Comparison(Setup):
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(number=self.number)
         check_seeds(self.seed, self.seed + self.number - 1)
 
     @property

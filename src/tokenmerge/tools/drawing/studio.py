@@ -13,16 +13,15 @@ from PIL import Image
 
 from ... import api
 from ...compiling import recordings, uncompile
-from ...errors import TokenMergeError, did_you_mean
+from ...errors import TokenMergeError
 from ...families import denoiser_of
 from ..compiling import check_compiled_cache, compile_as, way_on
-from ..fields import check_counts, check_finite
 from ..loading import best_device, dtype_on, load_pipeline, outline
 from ..measure import free_memory, timed_calls
 from ..rivals.base import Run
 from ..rivals.diffusers_caches import calibrate
 from ..rivals.reading import TRIAL_STEPS
-from ..solvers import SCHEDULERS, scheduler_named
+from ..solvers import scheduler_named
 from ..typed import PLAIN, Configuration
 from .request import Request, draw
 
@@ -41,13 +40,6 @@ class Setup:
     threads: int | None = None
     safetensors: bool = False  # refuse weights in formats that may hold code
     scheduler: str | None = None  # by name, in place of the pipeline's own
-
-    def __post_init__(self) -> None:
-        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
-            near = did_you_mean(self.scheduler, SCHEDULERS)
-            raise TokenMergeError(f"scheduler is {self.scheduler!r}{near}; choose from {', '.join(SCHEDULERS)}")
-        check_counts(steps=self.steps, threads=self.threads)
-        check_finite(guidance=self.guidance)
 
 
 class Studio:

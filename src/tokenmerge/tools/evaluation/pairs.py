@@ -12,7 +12,6 @@ from PIL import Image, UnidentifiedImageError
 
 from ...errors import TokenMergeError
 from ...planning.tables import counted, table
-from ..fields import check_counts
 from ..files import finite
 from ..loading import best_device
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
@@ -83,7 +82,6 @@ def compare_folders(
     prompts: one for each picture of `test` in the order of their names, for the CLIP score and for intervals, which
     take the pictures of a prompt together. Without them every picture counts as independent.
     """
-    check_counts(threads=threads)
     place = best_device(device)
     torch.set_num_threads(threads)
     originals, tests = list_pictures(reference), list_pictures(test)

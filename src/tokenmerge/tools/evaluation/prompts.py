@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
-from ..fields import check_counts
 
 FLOWERS = "flowers"
 _FLOWER_FILE = Path(__file__).parent / "flowers.txt"
@@ -27,7 +26,6 @@ def read_prompts(
     source: "flowers", or a file: text with a prompt per line; CSV or TSV with a header; JSON with a list or mapping of
     texts or records, or such values line by line. column: of CSV, TSV and records, "prompt" in any case by default.
     """
-    check_counts(number=limit)
     if template is None:
         template = _FLOWER_TEMPLATE if source == FLOWERS else "{}"
     if template.count("{}") != 1:

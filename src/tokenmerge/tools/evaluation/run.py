@@ -24,7 +24,6 @@ from ..compiling import warm_ups
 from ..drawing.pictures import save_picture
 from ..drawing.request import token_counts
 from ..drawing.studio import Setup, Studio, is_calibrated
-from ..fields import check_counts, check_seeds
 from ..files import digest_of, to_json, write_text
 from ..loading import best_device
 from ..measure import counted_calls, environment, forget_peak_memory, free_memory, peak_memory, timed_calls
@@ -63,15 +62,6 @@ class Task(Setup):
     threads: int = 1
     # Whether a configuration that the model refuses is told of in the report, and not an error.
     tell_refused: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(batch=self.batch)
-        check_counts(0, repeats=self.repeats)
-        check_counts(0, **{"reference-steps": self.reference_steps})
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise TokenMergeError(f"--seeds are {', '.join(map(str, self.seeds))}; give different ones, as in 0,1,2")
-        check_seeds(*self.seeds)
 
     @property
     def samples(self) -> list[Sample]:

@@ -19,7 +19,7 @@ from ..evaluation.folder import Folder, interrupted, read_json, tell_new
 from ..evaluation.pairs import list_pictures
 from ..evaluation.plots import check_plots
 from ..evaluation.run import Task, evaluate
-from ..fields import check_counts, check_seeds
+from ..fields import check_seeds
 from ..files import PARTIAL, check_folder, to_json, write_text
 from ..loading import best_device
 from ..measure import environment, free_memory
@@ -62,12 +62,7 @@ class Healing:
     sources: Sources = field(default_factory=Sources)
 
     def __post_init__(self) -> None:
-        check_counts(number=self.number, rank=self.rank, steps=self.steps, batch=self.batch, every=self.every)
-        check_counts(1, **{"held-out": self.held_out, "at-once": self.at_once})
         check_seeds(self.seed, self.seed + self.number - 1, _UNSEEN + self.seed + self.held_out)
-        # NaN fails the comparison too.
-        if not 0.0 < self.lr < float("inf"):
-            raise TokenMergeError(f"--lr is {self.lr}; it must be positive and finite, for example 0.0005")
         if self.setup.dtype == "float16":
             raise TokenMergeError("--dtype is float16, in which gradients vanish; use bfloat16 or float32")
 

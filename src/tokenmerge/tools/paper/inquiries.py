@@ -36,9 +36,8 @@ def inquire(
     check_plots()
     name = inquiry.names[0]
     if name in LAYERS:
-        for option, given in (("batch", batch), ("repeats", repeats)):
-            if given < 1:
-                raise TokenMergeError(f"--{option} is {given}; {name} is about time and needs 1 or more")
+        if repeats < 1:
+            raise TokenMergeError(f"--repeats is {repeats}; {name} is about time and needs 1 or more")
         if setup.threads is not None:
             torch.set_num_threads(setup.threads)
         return time_maps(name, ratios, batch=batch, repeats=repeats, device=setup.device, dtype=setup.dtype, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from ...errors import TokenMergeError, did_you_mean, first_line
-from ..fields import check_counts, check_finite
 from ..loading import Outline, best_device, outline
 from ..speeds import BATCHED_SPEEDS, DEFAULT
 from .keys import read_keys
@@ -32,6 +32,8 @@ _AHEAD = 4
 _STARTS = 3
 # Seconds that pictures have left where somebody does not wait for them.
 _GRACE = 10
+# Fields that are numbers from 1.
+_COUNTS = ("replicas", "threads", *(f"max_{name}" for name in ("batch", "queue", "side", "steps", "n", "prompt")))
 # Pictures on their way; Ray would take a third of the memory.
 _STORE = 256 * 2**20
 
@@ -60,16 +62,14 @@ class Serving:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("replicas", "threads", "port")}
-        limits = {name: getattr(self, name) for name in (f"max_{each}" for each in _LIMITED)}
-        check_counts(**counts, **{name.replace("_", "-"): count for name, count in limits.items()})
-        check_finite(timeout=self.timeout)
-        if self.timeout <= 0:
-            raise TokenMergeError(f"--timeout is {self.timeout:g}; it must be above 0 seconds")
-        if self.port > 65535:
-            raise TokenMergeError(f"--port is {self.port}; ports are from 1 to 65535")
+        # Config files of Ray may say anything.
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise TokenMergeError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not 0 < self.timeout < math.inf:
+            raise TokenMergeError(f"timeout is {self.timeout:g}; it must be a finite number above 0")
         if self.speed not in BATCHED_SPEEDS:
-            raise TokenMergeError(f"--speed is {self.speed!r}; choose from {', '.join(BATCHED_SPEEDS)}")
+            raise TokenMergeError(f"speed is {self.speed!r}; choose from {', '.join(BATCHED_SPEEDS)}")
 
     @property
     def local(self) -> bool:
@@ -80,9 +80,6 @@ class Serving:
     def limits(self) -> Limits:
         # More pictures than places would never be accepted.
         return Limits(self.max_side, self.max_steps, min(self.max_n, self.max_queue), self.max_prompt)
-
-
-_LIMITED = ("batch", "queue", "side", "steps", "n", "prompt")
 
 
 def run_server(serving: Serving) -> None:

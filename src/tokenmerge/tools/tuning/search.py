@@ -20,7 +20,7 @@ from ..evaluation.folder import Folder, interrupted, tell_new
 from ..evaluation.plots import check_plots
 from ..evaluation.results import Results
 from ..evaluation.run import Task, evaluate
-from ..fields import check_counts, check_seeds
+from ..fields import check_seeds
 from ..files import check_folder
 from ..quality.networks import Sources
 from ..quality.statistics import Estimate
@@ -52,11 +52,6 @@ class Search(Setup):
     batch: int = 1
     repeats: int = 3
     threads: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(rungs=self.rungs, number=self.number, repeats=self.repeats, batch=self.batch)
-        check_seeds(self.seed)
 
     def task(self, configurations: Sequence[Configuration], share: Share) -> Task:
         """The evaluation of candidates on a share of the samples."""
