@@ -20,7 +20,7 @@ import tokenmerge
 from healed import adapter_of, healed
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
-from tokenmerge.merging.lora import RECORD
+from tokenmerge.merging.lora import METADATA
 
 MERGE = Merge(regions="tile:2x2", skip_first=1)
 KINDS = ("flux", "sdxl")
@@ -265,14 +265,14 @@ def test_a_damaged_file_is_named(
 ) -> None:
     technique = files("flux")
     with safe_open(technique.lora, "pt") as file:
-        record, tensors = json.loads(file.metadata()[RECORD]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        record, tensors = json.loads(file.metadata()[METADATA]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     damage(record, tensors)
-    save_file(tensors, tmp_path / "lora.safetensors", {RECORD: json.dumps(record)})
+    save_file(tensors, tmp_path / "lora.safetensors", {METADATA: json.dumps(record)})
     with pytest.raises(TokenMergeError, match=told):
         tokenmerge.apply(tiny.build("flux"), technique.replace(lora=tmp_path / "lora.safetensors"))
 
 
 def test_a_record_that_is_no_json_is_named(files: Callable[[str], Merge], tmp_path: Path) -> None:
-    save_file({}, tmp_path / "lora.safetensors", {RECORD: "{"})
+    save_file({}, tmp_path / "lora.safetensors", {METADATA: "{"})
     with pytest.raises(TokenMergeError, match=r"is damaged \(what it says of itself cannot be read: JSONDecodeError"):
         tokenmerge.apply(tiny.build("flux"), files("flux").replace(lora=tmp_path / "lora.safetensors"))

@@ -256,7 +256,7 @@ def test_fields_that_a_method_does_not_read_are_refused(method: str) -> None:
             told = f"{name} is {value!r}, and method '{method}' does not read it; leave it out, or use method='toma'"
             with pytest.raises(TokenMergeError, match=re.escape(told)):
                 tokenmerge.apply(pipe, changed)
-            read.check_read(technique.replace(**{name: getattr(read.settle(technique), name)}))
+            read.check_read(technique.replace(**{name: getattr(read.effective(technique), name)}))
         elif (method, name) not in (("tomesd", "selection"), ("tofu", "selection")):
             read.check_read(changed)
     assert same(attributes(pipe), before)
@@ -540,7 +540,7 @@ def test_todo_attends_to_nearest_tokens(kind: str, size: tuple[int, int]) -> Non
 
 def filled_map(technique: Merge, tokens: Tensor, grid: TokenGrid) -> Any:
     method = method_for(technique)
-    technique = method.settle(technique)
+    technique = method.effective(technique)
     partition = method.partition((grid,), technique)
     space = MapSpace(len(tokens), False, tokens.dtype, tokens.device)
     merge_map = method.empty_map(partition.layout, reference, technique, space)

@@ -1,8 +1,7 @@
 """Learn from one full call which blocks of a denoiser follow each other with nothing between them.
 
-A run is a maximal chain in which each block is given exactly what the last gave out, and nothing but blocks of the
-chain reads what is given on. This is seen, not guessed: hooks record tensors by identity, and a dispatch mode sees
-whatever reads them between blocks.
+A run is a maximal chain: each block is given exactly what the last one returned, and only blocks of the chain read it.
+We observe this, we do not guess: sites compare tensors by identity, and a dispatch mode sees every read between blocks.
 """
 
 from __future__ import annotations
@@ -23,24 +22,22 @@ from ..errors import TokenMergeError
 from ..families.base import Block
 from ..runtime.installing import Placement, Site
 
-# Where an argument stands: its position, or its name.
+# The position of an argument, or its name.
 Key = int | str
-
-
-# A tensor, and by what one can tell that it was written to since.
+# A tensor, and its state: `_is_written` compares that.
 Given = tuple[Tensor, "int | Tensor"]
-# What a block returned: for every item whether it is a stream, and which, or the item as it was.
+# What a block returned. For every item: (True, number of the stream) or (False, the item itself).
 Form = tuple[tuple[bool, Any], ...]
 
 
 @dataclass(frozen=True)
 class LearnedPorts:
-    """What a block changes, as one call has shown it: the same interface as a table's ports."""
+    """What a block changes, as one call showed it. The same interface as a table's ports."""
 
     keys: tuple[Key, ...]  # of the arguments that it changes
-    form: Form | None  # None for a tensor by itself
+    form: Form | None  # None for a single tensor
     listed: bool = False  # whether the items come in a list
-    in_place: ClassVar[bool] = False  # blocks that write to what they are given are not held
+    in_place: ClassVar[bool] = False  # blocks that write to their arguments are not held
 
     @property
     def streams(self) -> int:
@@ -50,7 +47,7 @@ class LearnedPorts:
         return tuple(_argument(key, args, kwargs) for key in self.keys)
 
     def fits(self, output: Any) -> bool:
-        """Whether a block returned what it did when it was learned, but for the tensors."""
+        """Whether a block returned the same as in the first call, apart from the tensors' values."""
         if self.form is None:
             return isinstance(output, Tensor)
         if not isinstance(output, list if self.listed else tuple) or len(output) != len(self.form):
@@ -85,24 +82,23 @@ class _Seen:
     """One block in one call."""
 
     block: Block
-    given: dict[Key, weakref.ref[Tensor]]  # tensors among its arguments
-    shapes: dict[Key, tuple[int, ...]]
+    shapes: dict[Key, tuple[int, ...]]  # of the tensors among its arguments
     before: list[Given]  # while it runs: all tensors that it was given
     out: list[weakref.ref[Tensor]] = field(default_factory=list)
     out_shapes: list[tuple[int, ...]] = field(default_factory=list)
     form: Form | None = None
     listed: bool = False
-    fits: bool = False  # whether what it returns is a tensor or some, and what it was given is as before
-    links: tuple[Key, ...] | None = None  # where the next block takes what this one gave out
-    leaks: bool = False  # whether something that always runs reads what it gave out
-    reads: list[_Seen] = field(default_factory=list)  # blocks whose output it is given, as by a skip connection
-    # Where a run may begin or end: kept until the call has shown whether one does.
+    fits: bool = False  # it returned tensors, and wrote to none that it was given
+    links: tuple[Key, ...] | None = None  # the arguments of the next block that take this one's output
+    leaks: bool = False  # something that always runs reads its output
+    reads: list[_Seen] = field(default_factory=list)  # blocks whose output it is given, e.g. by a skip connection
+    # Where a run may begin or end: kept until the end of the call.
     entered: dict[Key, Given] = field(default_factory=dict)
     left: list[Given] = field(default_factory=list)
     next: _Seen | None = None
 
     def end_here(self) -> None:
-        """A run may end with this block, and another begin with the next: keep what is passed on, if it is there."""
+        """A run may end with this block, and another begin with the next: keep what this block passes on."""
         tensors = [tensor for each in self.out if (tensor := each()) is not None]
         if len(tensors) == len(self.out) and not self.left:
             self.left = [(each, _state(each)) for each in tensors]
@@ -112,8 +108,8 @@ class _Seen:
 
 @dataclass(frozen=True)
 class LearnedRun:
-    """Blocks that follow each other, and the ports of each. Of the call that showed them: what entered the first and
-    left the last, or nothing where that is gone."""
+    """Blocks that follow each other, with the ports of each. `entered` and `left`: what entered the first block and
+    left the last in the call that showed them; empty if that is gone."""
 
     blocks: tuple[Block, ...]
     ports: tuple[LearnedPorts, ...]
@@ -129,26 +125,26 @@ class Learner:
         self._learned = learned
 
     def watch(self, denoiser: nn.Module) -> None:
-        """At the start of a call, until its end, also where that fails."""
-        recorder = Recorder(self._blocks)
+        """At the start of a call. Stops at its end, even if it fails."""
+        watcher = _Watcher(self._blocks)
 
         def stop(module: nn.Module, _: Any, output: Any) -> None:
             handle.remove()
-            recorder.stop()
+            watcher.stop()
             if output is not None:
-                self._learned(recorder.runs(type(module).__name__, output))
+                self._learned(watcher.runs(type(module).__name__, output))
 
         handle = denoiser.register_forward_hook(stop, always_call=True)
 
 
-class Recorder(TorchDispatchMode):
-    """Records one call of a denoiser, until `stop`."""
+class _Watcher(TorchDispatchMode):
+    """Watches one call of a denoiser, until `stop`."""
 
     def __init__(self, blocks: list[Block]) -> None:
         super().__init__()
         self.seen: list[_Seen] = []
         self._inside = 0
-        self._watched: dict[int, _Seen] = {}  # by id of a tensor that a block gave out, while it lives
+        self._owners: dict[int, _Seen] = {}  # the block that returned a tensor, by the tensor's id, while it lives
         self._undo: list[Callable[[], None]] = []
         for block in blocks:
             self._watch(block)
@@ -167,7 +163,6 @@ class Recorder(TorchDispatchMode):
         if compiled is not None:
             # Compiled code would not show its tensors.
             module._compiled_call_impl = None
-
         placement = Placement(module, "", [_WatchedSite(self, block)])
 
         def undo() -> None:
@@ -177,11 +172,11 @@ class Recorder(TorchDispatchMode):
 
         self._undo.append(undo)
 
-    # What is recorded is no part of what torch.compile would make of a whole denoiser.
+    # Stays out of the graph if the whole denoiser is compiled.
     @torch.compiler.disable
     def entered(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside:
-            # What is compiled by itself inside of a block would not run in a mode.
+            # Compiled code inside a block would not run in a dispatch mode.
             self.__exit__(None, None, None)
             self._enter(block, args, kwargs)
         self._inside += 1
@@ -199,27 +194,28 @@ class Recorder(TorchDispatchMode):
         deeper = pytree.tree_leaves([value for key, value in given.items() if key not in tensors])
         now = _Seen(
             block,
-            {key: weakref.ref(value) for key, value in tensors.items()},
             {key: tuple(value.shape) for key, value in tensors.items()},
             [(each, _state(each)) for each in (*tensors.values(), *deeper) if isinstance(each, Tensor)],
         )
-        # What lies deeper, in a list or mapping, cannot be passed on.
+        # Held blocks pass on plain arguments only, no tensors inside a list or mapping.
         for leaf in deeper:
             self._leak(leaf)
         before = self.seen[-1] if self.seen else None
-        now.reads = [self._watched[id(value)] for value in tensors.values() if id(value) in self._watched]
-        if before is not None and before.fits:
-            keys = [_key_of(each, tensors) for each in before.out]
-            before.links = None if None in keys else tuple(key for key in keys if key is not None)
+        now.reads = [self._owners[id(value)] for value in tensors.values() if id(value) in self._owners]
+        goes_on = False
         if before is not None:
             before.next = now
-        again = any(before is not seen and before is not None and seen.block is before.block for seen in self.seen)
-        if before is not None and before.links and not before.leaks and not again and _alike(before, now):
+            if before.fits:
+                keys = [_key_of(each, tensors) for each in before.out]
+                before.links = None if None in keys else tuple(key for key in keys if key is not None)
+            again = any(seen.block is before.block for seen in self.seen[:-1])
+            goes_on = bool(before.links) and not before.leaks and not again and _alike(before, now)
+        if before is not None and goes_on:
             before.left = []
         else:
             now.entered = dict(zip(tensors, now.before, strict=False))
         for owner in now.reads:
-            # A skip connection is still there, and what reads it may not be held.
+            # The tensor of a skip connection still exists, and its reader may not be held.
             if owner is not before:
                 owner.end_here()
         self.seen.append(now)
@@ -231,7 +227,7 @@ class Recorder(TorchDispatchMode):
         tensors = [item for item in items if isinstance(item, Tensor)]
         others = [item for item in items if not isinstance(item, Tensor)]
         plain = all(item is None or isinstance(item, bool | int | float) for item in others)
-        # A block that writes to what it was given, be it its tokens or a cache, cannot be left out.
+        # A block that writes to an argument, such as its tokens or a cache, must run.
         now.fits = bool(tensors) and plain and not any(_is_written(*each) for each in now.before)
         now.before = []
         now.listed = isinstance(output, list)
@@ -244,11 +240,11 @@ class Recorder(TorchDispatchMode):
         before = self.seen[-2] if len(self.seen) > 1 else None
         goes_on = now.fits and before is not None and (before.form, before.out_shapes) == (now.form, now.out_shapes)
         if before is not None and not goes_on:
-            # What it was given is still there.
+            # This block's arguments still exist.
             before.end_here()
         for each in tensors:
-            self._watched[id(each)] = now
-            weakref.finalize(each, self._watched.pop, id(each), None)
+            self._owners[id(each)] = now
+            weakref.finalize(each, self._owners.pop, id(each), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -256,36 +252,37 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _leak(self, value: Any) -> None:
-        if isinstance(value, Tensor) and id(value) in self._watched:
-            self._watched[id(value)].leaks = True
-            # Not by an operation that would be seen as another reader.
+        if isinstance(value, Tensor) and id(value) in self._owners:
+            owner = self._owners[id(value)]
+            owner.leaks = True
+            # Copies that `end_here` makes are no further reads.
             with _disable_current_modes():
-                self._watched[id(value)].end_here()
+                owner.end_here()
 
-    def runs(self, name: str, output: Any = None) -> list[LearnedRun]:
-        """All runs of two blocks and more; raises if there are none. output: of the denoiser."""
+    def runs(self, name: str, output: Any) -> list[LearnedRun]:
+        """All runs of at least two blocks; raises if there are none. output: of the denoiser."""
         if not self.seen:
             raise TokenMergeError(
-                f"no block of {name} ran by itself, so that none can be held: take torch.compile off the denoiser, or "
+                f"no block of {name} ran by itself, so none can be held: take torch.compile off the denoiser, or "
                 "remove first"
             )
         for leaf in pytree.tree_leaves(output):
             self._leak(leaf)
         found = self._found()
-        # What is not held always runs, and must not read what held blocks give on.
+        # Blocks that are not held always run, and must not read what held blocks pass on.
         while leaks := self._leaks(found):
             for seen in leaks:
                 seen.leaks = True
             found = self._found()
         if not found:
             raise TokenMergeError(
-                f"{name} cannot be held: of its {len(self.seen)} blocks no two follow each other with nothing between "
-                "them that reads or changes what they give on; remove first"
+                f"{name} cannot be held: of its {len(self.seen)} blocks, no two follow each other with nothing between "
+                "them that reads or changes their tokens; remove first"
             )
         return [_learned(run) for run in found]
 
     def _found(self) -> list[list[_Seen]]:
-        # A block that runs twice in a call has two residuals: it is left to run.
+        # A block that runs twice in a call would need two residuals, so it is not held.
         times = Counter(seen.block.name for seen in self.seen)
         chains: list[list[_Seen]] = [[]]
         for before, now in itertools.pairwise([None, *self.seen]):
@@ -299,7 +296,7 @@ class Recorder(TorchDispatchMode):
         return [run for chain in chains if chain for run in _joined(chain)]
 
     def _leaks(self, found: list[list[_Seen]]) -> list[_Seen]:
-        """Blocks inside of runs whose output is read by a block that is not held with them."""
+        """Blocks inside runs whose output is read by a block that is not held with them."""
         held = {id(seen): number for number, run in enumerate(found) for seen in run}
         inner = {id(seen) for run in found for seen in run[:-1]}
         return [
@@ -311,21 +308,21 @@ class Recorder(TorchDispatchMode):
 
 
 class _WatchedSite(Site):
-    """A block whose calls are recorded, where a site will see them that holds it."""
+    """Shows a block's calls to the watcher, in the place where a held site would stand."""
 
-    def __init__(self, recorder: Recorder, block: Block) -> None:
-        self._recorder = recorder
+    def __init__(self, watcher: _Watcher, block: Block) -> None:
+        self._watcher = watcher
         self._block = block
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        self._recorder.entered(self._block, args, kwargs)
+        self._watcher.entered(self._block, args, kwargs)
         output = self.original(*args, **kwargs)
-        self._recorder.left(output)
+        self._watcher.left(output)
         return output
 
 
 def _state(tensor: Tensor) -> int | Tensor:
-    """By which a tensor that is written to can be told; those of inference mode count no versions."""
+    """Changes when a tensor is written to. Tensors of inference mode have no version counter, so we copy them."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
@@ -343,9 +340,9 @@ def _alike(one: _Seen, other: _Seen) -> bool:
 
 
 def _joined(chain: list[_Seen]) -> list[list[_Seen]]:
-    """The runs of a chain: segments of it that go on in the same streams."""
+    """The runs of a chain: neighbouring segments with the same streams join."""
     runs: list[list[_Seen]] = []
-    last: _Seen | None = None  # of the segment before, if that is a run
+    last: _Seen | None = None  # of the segment before, if that is part of a run
     for segment in _segments(chain):
         whole = len(segment) > 1
         kept = _begun(segment) if whole else []
@@ -358,7 +355,7 @@ def _joined(chain: list[_Seen]) -> list[list[_Seen]]:
 
 
 def _segments(chain: list[_Seen]) -> list[list[_Seen]]:
-    """Blocks of one class, which all take what they change at the same place."""
+    """Cut a chain into segments of one class of block, with tokens in the same arguments."""
     segments = [[chain[0]]]
     for before, now in itertools.pairwise(chain):
         segment = segments[-1]
@@ -371,7 +368,7 @@ def _segments(chain: list[_Seen]) -> list[list[_Seen]]:
 
 
 def _begun(segment: list[_Seen]) -> list[_Seen]:
-    """Without its first block, if that was not given what it changes where the second was."""
+    """The segment; without its first block if that took its tokens in other arguments than the second."""
     first, keys = segment[0], segment[0].links or ()
     return segment if [first.shapes.get(key) for key in keys] == first.out_shapes else segment[1:]
 

@@ -29,7 +29,7 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
         )
     method = method_for(technique)
     shard = shard_of(denoiser)
-    if shard is not None and not method.splits(method.settle(technique)):
+    if shard is not None and not method.splits(method.effective(technique)):
         raise TokenMergeError(
             f"context parallel shares the tokens of a picture out among {shard.ranks} processes, and this Merge needs "
             "them together; use method='toma', tiles or stripes for regions and merge_regions, and no random "

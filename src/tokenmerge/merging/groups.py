@@ -66,7 +66,7 @@ class MergeGroup:
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
-        self._technique = method.settle(technique)
+        self._technique = method.effective(technique)
         self._timeline = Timeline(self._technique, None, method.RENEWS)
         self._clock = clock
         self._method = method

@@ -38,7 +38,7 @@ HEALED_FOR = (
     "skip_last",
 )
 # Where a file's metadata says what it was healed for, and before the names of its layers, which part they are of.
-RECORD = "tokenmerge"
+METADATA = "tokenmerge"
 _PARTS = ("unet.", "transformer.")
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _LINEAR = Ports(arguments(nn.Linear)("input"))
@@ -61,7 +61,7 @@ def settings_of(technique: Merge) -> dict[str, Any]:
     return {name: plain[name] for name in HEALED_FOR}
 
 
-def record_of(denoiser: nn.Module, width: int, technique: Merge) -> dict[str, Any]:
+def metadata_of(denoiser: nn.Module, width: int, technique: Merge) -> dict[str, Any]:
     """What a file's metadata says of a LoRA."""
     return {"denoiser": type(denoiser).__name__, "width": width, "merge": settings_of(technique)}
 
@@ -76,7 +76,7 @@ def read_lora(path: str) -> Lora:
         raise TokenMergeError(f"LoRA {path!r} is not there; give a file that `tokenmerge heal` has written")
     try:
         with safe_open(path, framework="pt") as file:
-            told, names = (file.metadata() or {}).get(RECORD), file.keys()
+            told, names = (file.metadata() or {}).get(METADATA), file.keys()
             tensors = {name: file.get_tensor(name) for name in names} if told else {}
     except (SafetensorError, OSError) as error:
         raise TokenMergeError(f"LoRA {path!r} cannot be read ({error}); give a .safetensors file") from error
@@ -86,8 +86,8 @@ def read_lora(path: str) -> Lora:
             "it into the pipeline with load_lora_weights, and leave lora out"
         )
     try:
-        record = json.loads(told)
-        healed, denoiser, width = dict(record["merge"]), str(record["denoiser"]), int(record["width"])
+        metadata = json.loads(told)
+        healed, denoiser, width = dict(metadata["merge"]), str(metadata["denoiser"]), int(metadata["width"])
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, f"what it says of itself cannot be read: {error!r}") from error
     return Lora(path, healed, denoiser, width, _layers(path, tensors))

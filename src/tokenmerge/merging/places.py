@@ -110,7 +110,7 @@ def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], tech
     if technique.levels is not None and family.name != "unet":
         raise TokenMergeError(f"levels chooses among a UNet's resolutions; {type(denoiser).__name__} has only one")
     method = method_for(technique)
-    method.settle(technique)
+    method.effective(technique)
     method.check_read(technique)
     if technique.sites not in method.SITES:
         raise TokenMergeError(

@@ -82,8 +82,8 @@ def _group(
     if technique is None or not places:
         return PlannedGroup(name, len(members), 0, 0, width, grids, None, "", total, 0.0, 0.0)
     method = method_for(technique)
-    settled = method.settle(technique)
-    partition = method.partition(grids, settled)
+    effective = method.effective(technique)
+    partition = method.partition(grids, effective)
     if call.shard is not None:
         # Raises where processes cannot share it. Costs are those of the whole picture.
         shard_partition(partition, call.shard)
@@ -94,7 +94,7 @@ def _group(
         # Images that do not merge are in the same sequence.
         after = _count(grids) - layout.tokens + layout.merged
         saved = sum(_saved(place, _count(grids), after, width, keys_values=method.KEYS_VALUES) for place in places)
-        spent = method.spent(layout, width, settled, made, blocks=blocks, merges=len(places))
+        spent = method.spent(layout, width, effective, made, blocks=blocks, merges=len(places))
     regions = partition.description
     return PlannedGroup(name, len(members), blocks, len(places), width, grids, layout, regions, total, saved, spent)
 

@@ -33,7 +33,7 @@ class Given:
 
     tokens: Tensor  # [B, N, C]
     partition: Partition
-    technique: Merge  # settled
+    technique: Merge  # in effect
     generator: torch.Generator
     shared: bool  # whether the samples of a batch must have the same destinations
     ops: ModuleType = reference
@@ -62,14 +62,14 @@ class Method(ABC, Generic[Map]):
     label: str = ""  # what tells the groups of a method apart that differs between layers
     unread: tuple[str, ...] = ()  # fields that it never reads, or decides by itself
 
-    def settle(self, technique: Merge) -> Merge:
-        """The technique with what the method decides by itself; raises where it cannot do what is asked."""
+    def effective(self, technique: Merge) -> Merge:
+        """The technique that takes effect: some fields the method decides. Raises if it cannot do what is asked."""
         return technique
 
     def check_read(self, technique: Merge) -> None:
         """Refuse a field that was changed and does nothing. One may say what the method decides anyway."""
         usual = Merge()
-        own = self.settle(technique.replace(**{name: getattr(usual, name) for name in self.unread}))
+        own = self.effective(technique.replace(**{name: getattr(usual, name) for name in self.unread}))
         for name in self.unread:
             value = getattr(technique, name)
             if value not in (getattr(usual, name), getattr(own, name)):
@@ -78,7 +78,7 @@ class Method(ABC, Generic[Map]):
                     "method='toma'"
                 )
 
-    # What follows is given a settled technique.
+    # The rest is given the technique in effect.
 
     def splits(self, technique: Merge) -> bool:
         """Whether a part of all regions merges as it would with the others, so that processes can share a picture."""
@@ -153,7 +153,7 @@ class ClusterMethod(Method[ClusterMap]):
 
     rule: str
 
-    def settle(self, technique: Merge) -> Merge:
+    def effective(self, technique: Merge) -> Merge:
         if technique.backend == "triton":
             raise TokenMergeError(
                 f"method {technique.method!r} has no kernels; use backend='auto' or backend='reference'"

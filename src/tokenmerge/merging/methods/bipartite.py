@@ -36,7 +36,7 @@ class Bipartite(ClusterMethod):
     rule: str = "mean"
     label: str = ""
 
-    def settle(self, technique: Merge) -> Merge:
+    def effective(self, technique: Merge) -> Merge:
         if technique.ratio > _MOST:
             raise TokenMergeError(
                 f"{technique.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}; "
@@ -47,7 +47,7 @@ class Bipartite(ClusterMethod):
                 f"{technique.method} takes a random token of every cell as destination, or the top left one; selection "
                 f"is {technique.selection!r}: use 'random' or 'uniform', or the preset {technique.method!r}"
             )
-        return super().settle(technique).replace(regions="whole", merge_regions=None)
+        return super().effective(technique).replace(regions="whole", merge_regions=None)
 
     def needs_host(self, technique: Merge) -> bool:
         return technique.selection == "random"

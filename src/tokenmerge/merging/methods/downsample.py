@@ -60,7 +60,7 @@ class Pool(LinearMethod):
     RENEWS = ONCE
     unread = _UNREAD
 
-    def settle(self, technique: Merge) -> Merge:
+    def effective(self, technique: Merge) -> Merge:
         return in_cells(technique)
 
     def needs_host(self, technique: Merge) -> bool:
@@ -91,8 +91,8 @@ class ToDo(ClusterMethod):
     rule = "prune"
     unread = _UNREAD
 
-    def settle(self, technique: Merge) -> Merge:
-        return in_cells(super().settle(technique))
+    def effective(self, technique: Merge) -> Merge:
+        return in_cells(super().effective(technique))
 
     def needs_host(self, technique: Merge) -> bool:
         return True

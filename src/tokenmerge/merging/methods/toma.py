@@ -18,7 +18,7 @@ from .base import Given, LinearMethod, Made
 class Toma(LinearMethod):
     unread: tuple[str, ...] = ()
 
-    def settle(self, technique: Merge) -> Merge:
+    def effective(self, technique: Merge) -> Merge:
         return technique.replace(selection=technique.method) if technique.method in SELECTIONS else technique
 
     def needs_host(self, technique: Merge) -> bool:

@@ -36,7 +36,7 @@ class Candidate:
         """What every step does, as the timeline tells it. The first is a phase of its own, since an image begins there:
         how its tokens lie is read from the device. The maps of a bound cost nothing by definition."""
         merge, hold = self.techniques
-        settled = method_for(merge).settle(merge) if merge is not None and merge.ratio > 0 else None
+        settled = method_for(merge).effective(merge) if merge is not None and merge.ratio > 0 else None
         phases = [str(step) for step in timeline_of(settled, hold).steps(steps)]
         if self.techniques == NO_TECHNIQUES:
             return phases

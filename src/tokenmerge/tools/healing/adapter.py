@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...config import Merge
 from ...families.base import Block
-from ...merging.lora import RECORD, record_of
+from ...merging.lora import METADATA, metadata_of
 from ..files import write_file
 
 _NAME = "healing"
@@ -80,8 +80,8 @@ class Adapter:
     def _write(self, path: Path, tensors: dict[str, Tensor], technique: Merge) -> None:
         from safetensors.torch import save
 
-        record = json.dumps(record_of(self.denoiser, self._width, technique))
-        content = save({name: each.contiguous() for name, each in tensors.items()}, {"format": "pt", RECORD: record})
+        record = json.dumps(metadata_of(self.denoiser, self._width, technique))
+        content = save({name: each.contiguous() for name, each in tensors.items()}, {"format": "pt", METADATA: record})
         write_file(path, lambda file: file.write(content))
 
 

@@ -74,7 +74,7 @@ def map_table(records: Sequence[dict[str, Any]]) -> str:
 
 def _time(technique: Merge, grid: TokenGrid, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
     method = method_for(technique)
-    technique = method.settle(technique)
+    technique = method.effective(technique)
     partition = method.partition((grid,), technique).to(tokens.device)
     ops, _ = backend_for(technique.backend, tokens.device)
     space = MapSpace(len(tokens), shared=False, dtype=tokens.dtype, device=tokens.device)

@@ -147,7 +147,7 @@ def fits(merge: Merge) -> bool:
     method = method_for(merge)
     if "regions" in method.unread:
         try:
-            method.settle(merge)
+            method.effective(merge)
         except TokenMergeError:
             return False
         return True
