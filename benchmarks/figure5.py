@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fronts import conditions, save_plot
+from fronts import conditions
 
-from tokenmerge.tools.evaluation.plots import new_plot, series_style, spread_numbers
+from tokenmerge.tools.evaluation.plots import new_plot, save_plot, series_style, spread_numbers
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "reproduction"

@@ -23,8 +23,7 @@ from tokenmerge.config import Techniques
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import from_data, preset
 from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
-from tokenmerge.tools.evaluation.plots import new_plot
-from tokenmerge.tools.files import write_file
+from tokenmerge.tools.evaluation.plots import new_plot, save_plot
 from tokenmerge.tools.typed import Configuration
 
 ROOT = Path(__file__).parent.parent
@@ -237,14 +236,6 @@ def _sample(record: dict[str, Any]) -> str:
 def _told(records: Sequence[dict[str, Any]]) -> str:
     fid = records[0]["metrics"].get("fid")
     return f"{_sample(records[0])}." + (f" FID to photographs; plain it is {fid['mean']:.1f}." if fid else "")
-
-
-def save_plot(drawn: Any, path: Path) -> None:
-    """A figure as a PNG of few colours, a third of the size."""
-    drawn.canvas.draw()
-    size = drawn.canvas.get_width_height()
-    picture = Image.frombytes("RGBA", size, bytes(drawn.canvas.buffer_rgba())).convert("RGB")
-    write_file(path, lambda file: picture.quantize(96).save(file, format="PNG", optimize=True))
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

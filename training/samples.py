@@ -101,7 +101,7 @@ def main() -> None:
                 generate(pipe, prompts, size, args.steps, args.guidance, args.seed, args.batch, args.text_length)
             )
             path = args.out / f"{folder.name}-{size}.jpg"
-            sheet(images, list(args.names)).save(path, quality=90)
+            sheet(images, list(args.names)).save(path, quality=80, optimize=True, progressive=True)
             print(f"{path}: {len(images)} images in {time.monotonic() - began:.1f} s", flush=True)
 
 

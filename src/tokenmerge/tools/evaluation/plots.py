@@ -8,6 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from ...errors import TokenMergeError
 from ..files import write_file
 from ..quality.metrics import Metric
@@ -79,7 +82,10 @@ def new_plot(width: float = 6.4) -> tuple[Any, Any]:
 
 
 def save_plot(drawn: Any, path: Path) -> None:
-    write_file(path, lambda file: drawn.savefig(file, format="png", metadata={"Software": None}))
+    """A figure as a PNG of few colours, a third of the size."""
+    drawn.canvas.draw()
+    picture = Image.fromarray(np.asarray(drawn.canvas.buffer_rgba())).convert("RGB").quantize(96)
+    write_file(path, lambda file: picture.save(file, format="PNG", optimize=True))
 
 
 def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -> Any:
