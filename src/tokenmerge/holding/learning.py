@@ -276,8 +276,8 @@ class _Watcher(TorchDispatchMode):
             found = self._found()
         if not found:
             raise TokenMergeError(
-                f"{name} cannot be held: of its {len(self.seen)} blocks, no two follow each other with nothing between "
-                "them that reads or changes their tokens; remove first"
+                f"{name} cannot be held: of its {len(self.seen)} blocks no two follow each other with nothing between "
+                "them that reads or changes what they give on; remove first"
             )
         return [_learned(run) for run in found]
 
