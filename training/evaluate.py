@@ -105,8 +105,8 @@ class Evaluation:
         self.args = args
         self.names = read_names(args.data)
         self.photographs = load_photographs(args.data, args.workers, args.limit)
-        self.pipe = load_pipeline(args.model, args.device, getattr(torch, args.dtype))
-        self.cache = args.cache / args.model.name
+        self.pipe = load_pipeline(args.model, args.device, getattr(torch, args.dtype), args.lora)
+        self.cache = args.cache / args.model.name / (args.lora.name if args.lora else "")
         # The flowers asked for are drawn as often as they are photographed, in a fixed order.
         order = torch.randperm(len(self.photographs.labels), generator=torch.Generator().manual_seed(0))
         self.asked = self.photographs.labels[order.repeat(args.count // len(order) + 1)[: args.count]]
@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--probe-count", type=int, default=500, help="of them for probe and nearest")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--guidance", type=float, default=2.5)
+    parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
     parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=50)

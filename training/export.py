@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -43,13 +44,13 @@ from transformers import (
 # How each pipeline wants to be called, read by `tokenmerge generate` (the rest is the pipeline's own default).
 CALLS = {
     # Without a negative prompt FluxPipeline does not guide, and its 512 text tokens are mostly padding.
-    "tiny-flux": {
+    "FluxPipeline": {
         "call": {"negative_prompt": "", "true_cfg_scale": 2.5, "max_sequence_length": 32},
         "guidance_argument": "true_cfg_scale",
         "steps": 28,
         "size": [256, 256],
     },
-    "tiny-sdxl": {
+    "StableDiffusionXLPipeline": {
         "call": {"guidance_scale": 2.5},
         "guidance_argument": "guidance_scale",
         "steps": 28,
@@ -59,8 +60,10 @@ CALLS = {
 
 
 def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
-    transformer = FluxTransformer2DModel(**FLUX_CONFIG)
-    transformer.load_state_dict(load_weights(weights))
+    state = load_weights(weights)
+    joint, single = (_count(state, f"{name}transformer_blocks.") for name in ("", "single_"))
+    transformer = FluxTransformer2DModel(**FLUX_CONFIG, num_layers=joint, num_single_layers=single)
+    transformer.load_state_dict(state)
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER),
         vae=make_autoencoder(vae),
@@ -70,6 +73,10 @@ def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
         tokenizer_2=T5Tokenizer.from_pretrained(text / "tokenizer_t5"),
         transformer=transformer,
     )
+
+
+def _count(state: Iterable[str], blocks: str) -> int:
+    return len({key.removeprefix(blocks).split(".")[0] for key in state if key.startswith(blocks)})
 
 
 def make_sdxl(text: Path, vae: list[Path], weights: list[Path]) -> StableDiffusionXLPipeline:
@@ -125,7 +132,7 @@ def save(pipe: DiffusionPipeline, folder: Path) -> None:
         (folder / "README.md").write_bytes(card)
     for encoder in ("text_encoder", "text_encoder_2"):
         tidy_text_encoder(folder / encoder)
-    (folder / "tokenmerge.json").write_text(json.dumps(CALLS[folder.name], indent=2) + "\n")
+    (folder / "tokenmerge.json").write_text(json.dumps(CALLS[type(pipe).__name__], indent=2) + "\n")
     write_checksums(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     print(f"{folder}: {size / 1e6:.1f} MB of weights")
@@ -136,11 +143,12 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("build/text"), help="folder from text.py")
     parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
     parser.add_argument("--flux", type=Path, nargs="+", help="weights from flux.py")
+    parser.add_argument("--flux-name", default="tiny-flux", help="of the folder")
     parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
     parser.add_argument("--out", type=Path, default=Path("models/tokenmerge_models"))
     args = parser.parse_args()
     if args.flux:
-        save(make_flux(args.text, args.vae, args.flux), args.out / "tiny-flux")
+        save(make_flux(args.text, args.vae, args.flux), args.out / args.flux_name)
     if args.sdxl:
         save(make_sdxl(args.text, args.vae, args.sdxl), args.out / "tiny-sdxl")
 

@@ -29,8 +29,6 @@ from torch import Tensor, nn
 CONFIG = {
     "patch_size": 1,
     "in_channels": 4 * VAE_CONFIG["latent_channels"],
-    "num_layers": 2,
-    "num_single_layers": 4,
     "attention_head_dim": 64,
     "num_attention_heads": 4,
     "joint_attention_dim": TEXT_WIDTH,
@@ -38,6 +36,7 @@ CONFIG = {
     "guidance_embeds": False,
     "axes_dims_rope": (8, 28, 28),
 }
+LAYERS = (2, 4)  # joint and single blocks of `tiny-flux`
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "use_dynamic_shifting": True,
@@ -52,9 +51,9 @@ TEXT_LENGTH_SHARES = (0.65, 0.2, 0.15)
 UNIFORM_SHARE = 0.1
 
 
-def make_transformer(config: dict = CONFIG) -> FluxTransformer2DModel:
+def make_transformer(joint: int, single: int) -> FluxTransformer2DModel:
     """A new transformer in which every block starts as the identity and the output as zero."""
-    model = FluxTransformer2DModel(**config)
+    model = FluxTransformer2DModel(**CONFIG, num_layers=joint, num_single_layers=single)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -152,11 +151,12 @@ class Flow:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, out="build/flux", lr=2e-3)
+    parser.add_argument("--layers", type=int, nargs=2, default=LAYERS, metavar=("JOINT", "SINGLE"))
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
     device = torch.device(args.device)
-    model = make_transformer()
+    model = make_transformer(*args.layers)
     if args.init:
         model.load_state_dict(load_weights(args.init))
     print(f"flux: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)

@@ -25,10 +25,12 @@ COLUMNS = 4
 CAPTION_HEIGHT = 18
 
 
-def load_pipeline(folder: Path, device: str, dtype: torch.dtype) -> DiffusionPipeline:
+def load_pipeline(folder: Path, device: str, dtype: torch.dtype, lora: Path | None = None) -> DiffusionPipeline:
     torch.set_float32_matmul_precision("high")  # TF32 where there is a GPU
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipe.load_lora_weights(lora)
     return pipe
 
 
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=2.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--template", default="a photo of a {}")
     parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
@@ -94,7 +97,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = [args.template.format(name) for name in args.names]
     for folder in args.models:
-        pipe = load_pipeline(folder, args.device, getattr(torch, args.dtype))
+        pipe = load_pipeline(folder, args.device, getattr(torch, args.dtype), args.lora)
         for size in args.sizes:
             began = time.monotonic()
             images = list(
