@@ -22,14 +22,16 @@ from tokenmerge.tools.typed import read_configurations
 
 RESULTS = Path(__file__).parent / "results"
 _VIDEO = "--frames 81 --techniques video hold:every=3"
+_SLOW = "--warmups 0 --settle 0 --repeats"
 # In the order that they are wanted in. Distilled models have few steps, of which the default of Hold holds none.
+# Steps that take seconds need no warming up: the trial before them has done it.
 RUNS = {
     "flux2-klein": "--model flux2-klein-random --steps 4 --techniques dit hold:every=2,start=0 --modes graph",
-    "qwen": "--model qwen-random --techniques dit hold:every=3 --modes graph",
-    "z-image": "--model z-image-random --steps 8 --techniques dit hold:every=2,start=0 --modes graph",
-    "wan-480p": f"--model wan-random --sizes 832x480 {_VIDEO} --repeats 5",
-    "wan-720p": f"--model wan-random --sizes 1280x720 {_VIDEO} --repeats 3 --warmups 1",
-    "wan-1.3b": f"--model wan-1.3b-random --sizes 832x480 {_VIDEO} --modes graph",
+    "qwen": "--model qwen-random --techniques dit hold:every=3 --modes graph --repeats 8 --warmups 2",
+    "z-image": "--model z-image-random --steps 8 --techniques dit hold:every=2,start=0 --modes graph --repeats 10",
+    "wan-480p": f"--model wan-random --sizes 832x480 {_VIDEO} {_SLOW} 3",
+    "wan-720p": f"--model wan-random --sizes 1280x720 {_VIDEO} {_SLOW} 2",
+    "wan-1.3b": f"--model wan-1.3b-random --sizes 832x480 {_VIDEO} --modes graph --repeats 5 --warmups 2",
 }
 RATIOS = "--ratios 0.5,0.75"
 
