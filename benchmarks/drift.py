@@ -39,11 +39,11 @@ from tokenmerge.tools.measure import environment
 SIDE = 128
 # Steps, whether another solver than the model's own draws, and the technique.
 SETTINGS: list[tuple[int, bool, Hold]] = [
-    *((28, False, Hold(tolerance=tolerance)) for tolerance in (0.005, 0.02, 0.08)),
+    *((28, False, Hold(tolerance=tolerance)) for tolerance in (0.05, 0.2, 0.4)),
     *((28, False, Hold(every=every)) for every in (2, 5)),
-    *((50, False, Hold(tolerance=tolerance)) for tolerance in (0.01, 0.04)),
-    (16, False, Hold(tolerance=0.02)),
-    *((28, True, Hold(tolerance=tolerance)) for tolerance in (0.01, 0.04)),
+    *((50, False, Hold(tolerance=tolerance)) for tolerance in (0.1, 0.3)),
+    (16, False, Hold(tolerance=0.2)),
+    *((28, True, Hold(tolerance=tolerance)) for tolerance in (0.1, 0.3)),
 ]
 
 

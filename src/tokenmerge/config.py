@@ -266,7 +266,7 @@ class Merge(Technique):
 
 
 # Of `Hold()`: pictures drift little at any number of steps (docs/holding.md).
-TOLERANCE = 0.02
+TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,8 @@ class Hold(Technique):
     """Run fewer steps: between full steps blocks do not run, and their residual is extrapolated from the last two.
 
     Attributes:
-        tolerance: how far a picture may drift between two full steps. The errors that full steps show tell how long
-            to hold; 0.02 unless every is given
+        tolerance: relative error that an extrapolated residual may have, where noise and picture are equal; less where
+            there is more noise. The errors that full steps show tell how long to hold; 0.2 unless every is given
         every: instead of a tolerance, steps from one full step to the next, on average; they lie closer at first. 1
             holds nothing
         start: share of the noise that goes before holding begins. Unless it is given, the first steps run in full by

@@ -120,7 +120,7 @@ class Ports:
         others = [value for place, value in enumerate(output) if place != image]
         return (output[image], *others[:1])
 
-    def output(self, streams: tuple[Tensor, ...]) -> Any:
+    def output(self, streams: tuple[Tensor | None, ...]) -> Any:
         """What a block that gave out these would return."""
         if self.outputs is None:
             return streams[0]

@@ -52,6 +52,7 @@ class Holding:
         self._parts_by_size: dict[tuple[Hashable, tuple[Any, ...]], _Part] = {}
         self._now: list[_Part] = []  # of this call, unless all of it runs
         self._keeping: int | None = None  # the step of this call, if it is kept
+        self._restart = False
 
     def add_run(self, run: Run) -> Run:
         self.runs.append(run)
@@ -69,11 +70,16 @@ class Holding:
         first, *others = (self._steps(name, each) for name, each in self._parts(call))
         if not first or any(each != first for each in others):
             return None
-        *before, last = map(self._clock.place, first)
+        kept = self._kept(first)
         # The error of a full step is still on its way when the next step begins. We do not wait for it.
-        late = last.number if self._clock.step == first[-1] + 1 else last.number + 1
-        held = tuple(map(self._clock.place, range(first[-1] + 1, self._clock.step)))
-        return Kept(last, before[0] if before else None, self.errors.bend(late), held)
+        late = kept.last.number + bool(kept.held)
+        return kept._replace(bend=self.errors.bend(late))
+
+    def _kept(self, steps: list[int]) -> Kept:
+        """What the kept steps of a part tell, without their errors."""
+        *before, last = map(self._clock.place, steps)
+        held = tuple(map(self._clock.place, range(steps[-1] + 1, self._clock.step)))
+        return Kept(last, before[0] if before else None, held=held)
 
     def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
         return call.parts(self._clock.call)
@@ -83,8 +89,9 @@ class Holding:
         part = self._parts_by_size.get((name, call.size))
         return part.steps if part is not None and part.image == self._clock.image else []
 
-    def enter(self, call: DenoiserCall, step: Step) -> None:
-        """Point every run at its residual of this call, and set how far it is extrapolated."""
+    def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None:
+        """Point every run at its residual of this call, and set how far it is extrapolated. restart: no slope may be
+        used between the last kept step and this one, since they run differently."""
         self._drop_failed()
         self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
         if self.learning:
@@ -99,7 +106,13 @@ class Holding:
                 self._steps(name, each).clear()
             return
         self._point(call)
-        self._keeping = self._clock.step if self.act == KEEP else None
+        self._keeping, self._restart = None, restart
+        if self.act == KEEP:
+            self._keeping = self._clock.step
+            # Errors of runs before the last reach the output through it, where no step shows them.
+            *_, last = (run for run in self.runs if run.serves(call))
+            for part in self._now:
+                part.residual(last).owed.fill_(self._owed(part.steps))
 
     def _point(self, call: DenoiserCall) -> None:
         """Point every run at its residual of a call."""
@@ -136,15 +149,14 @@ class Holding:
         for part in self._now:
             part.steps = [self._clock.step]
 
-    def leave(self, *, restart: bool) -> None:
-        """At the end of a call that did not fail. restart: no slope may be used between the last kept step and this
-        one, since they ran differently."""
+    def leave(self) -> None:
+        """At the end of a call that did not fail."""
         if self._keeping is not None:
             for run in self.runs:
                 run.passed = None
                 if run.current is not None:
                     run.current.leave_inference()
-            self._note(restart=restart)
+            self._note()
         # Blocks that are called on their own run.
         self.act = RUN
 
@@ -155,17 +167,23 @@ class Holding:
                 part.steps.clear()
             self._keeping = None
 
-    def _note(self, *, restart: bool) -> None:
+    def _note(self) -> None:
         """This step was kept: note its error, and whether a slope may be used."""
         step, self._keeping = self._keeping, None
         assert step is not None
         for part in self._now:
-            if part.steps and not restart:
-                *before, last = map(self._clock.place, part.steps)
+            if part.steps and not self._restart:
                 residuals = [part.residuals[run] for run in self.runs if run.current is not None]
-                known = Kept(last, before[0] if before else None)
-                self.errors.note(self._clock.place(step), known, residuals, part.shard)
-            part.steps = [step] if restart else [*part.steps[-1:], step]
+                self.errors.note(self._clock.place(step), self._kept(part.steps), residuals, part.shard)
+            part.steps = [step] if self._restart else [*part.steps[-1:], step]
+
+    def _owed(self, steps: list[int]) -> float:
+        """What held steps since the last kept one have missed, over the error of this step; 0 where it is not to be
+        made up for."""
+        # A solver that clips makes something else of what is added.
+        if not steps or self._restart or self._clock.clips:
+            return 0.0
+        return self._kept(steps).owed(self._clock.place())
 
     def _distance(self, steps: list[int]) -> float:
         """From the last kept step to this one, over the distance between the last two; 0 after one."""

@@ -60,7 +60,7 @@ class LearnedPorts:
             return (output,)
         return tuple(output[number] for number, (is_stream, _) in enumerate(self.form) if is_stream)
 
-    def output(self, streams: tuple[Tensor, ...]) -> Any:
+    def output(self, streams: tuple[Tensor | None, ...]) -> Any:
         if self.form is None:
             return streams[0]
         items = [streams[item] if is_stream else item for is_stream, item in self.form]

@@ -34,7 +34,6 @@ class Predicting(Holding):
         self._first: list[DenoiserCall] = []  # the step's first call, or what a host told of all of them
         self._told = False  # whether a host did
         self._step_act = RUN
-        self._restart = False
         self._turn: Hashable = ()
         self._trust: Tensor | None = None  # whether the last slope came true, of every picture
         self._blanks: dict[Hashable, tuple[list[Any], pytree.TreeSpec]] = {}  # outputs of calls, without values
@@ -47,17 +46,17 @@ class Predicting(Holding):
     def begin(self, form: Form, whole: DenoiserCall) -> None:
         self._form, self._first, self._told = form, [whole], True
 
-    def enter(self, call: DenoiserCall, step: Step) -> None:
+    def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None:
         self._turn = call.size, self._clock.call
         if self._clock.call == 0:
-            super().enter(call, step)
-            self._step_act, self._restart = self.act, False
+            super().enter(call, step, restart=restart)
+            self._step_act = self.act
         else:
+            self._restart |= restart
             self.act = HOLD if step.kind == HELD else RUN
 
-    def leave(self, *, restart: bool) -> None:
+    def leave(self) -> None:
         # It is kept when the scheduler steps.
-        self._restart |= restart
         self.act = RUN
 
     def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
@@ -124,7 +123,7 @@ class Predicting(Holding):
         residual.keep((clean, rest.clone() if rest.shape[1] else None))
         residual.leave_inference()
         if self._keeping is not None:
-            self._note(restart=self._restart)
+            self._note()
         self._trust = trust
         return output
 

@@ -50,6 +50,8 @@ class Residual:
         self.streams = tuple(_Stream() for _ in range(streams))
         # fp32 scalar: distance from the last kept step, over the distance between the last two; 0 after one.
         self.ahead = ahead
+        # fp32 scalar: what held steps have missed, over the error of this step.
+        self.owed = torch.zeros((), device=ahead.device)
         # At a kept step, for each sample: squared length of the extrapolation's error, and of the residual.
         self.squares = torch.zeros(2, samples, device=ahead.device)
 
@@ -61,18 +63,26 @@ class Residual:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.streams)
 
-    def keep(self, changes: tuple[Tensor | None, ...]) -> None:
-        """Take the residual of a full step: [B, N, C] for each stream, None where the blocks return nothing."""
-        image = changes[0]
-        usable = None if image is None else self._compare(image)
+    def keep(self, changes: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Take the residual of a full step: [B, N, C] for each stream, None where the blocks return nothing. Returns
+        what held steps have missed."""
+        expected = tuple(stream.at(self.ahead) for stream in self.streams)
+        usable = self._compare(changes[0], expected[0])
+        missed = tuple(self._missed(*each, usable) for each in zip(changes, expected, strict=True))
         for stream, new in zip(self.streams, changes, strict=True):
             if new is not None:
                 stream.keep(new, usable)
+        return missed
 
-    def _compare(self, new: Tensor) -> Tensor | None:
+    def _missed(self, new: Tensor | None, expected: Tensor | None, usable: Tensor | None) -> Tensor | None:
+        """What held steps have missed of a stream, by what this step shows."""
+        if new is None or expected is None or usable is None or expected.shape != new.shape:
+            return None if new is None else torch.zeros_like(new)
+        return torch.where(usable & (self.owed != 0), (new - expected) * self.owed.to(new.dtype), 0)
+
+    def _compare(self, new: Tensor | None, expected: Tensor | None) -> Tensor | None:
         """Measure the error of the extrapolation to this step, on image tokens only."""
-        expected = self.streams[0].at(self.ahead)
-        if expected is None or expected.shape != new.shape:
+        if new is None or expected is None or expected.shape != new.shape:
             return None
         # In some models the samples lie along another axis.
         samples = self.squares.shape[1] if new.shape[0] == self.squares.shape[1] else 1
@@ -95,23 +105,23 @@ class Joined:
 
     parts: tuple[Residual, ...]
 
-    def keep(self, changes: tuple[Tensor | None, ...]) -> None:
+    def keep(self, changes: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         count = len(self.parts)
         split = [(None,) * count if each is None else each.chunk(count) for each in changes]
-        for part, mine in zip(self.parts, zip(*split, strict=True), strict=True):
-            part.keep(mine)
+        return _joined([part.keep(mine) for part, mine in zip(self.parts, zip(*split, strict=True), strict=True)])
 
     def now(self) -> tuple[Tensor | None, ...]:
-        streams = zip(*(part.now() for part in self.parts), strict=True)
-        return tuple(_joined([each for each in stream if each is not None]) for stream in streams)
+        return _joined([part.now() for part in self.parts])
 
     def leave_inference(self) -> None:
         for part in self.parts:
             part.leave_inference()
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
-    return torch.cat(parts) if parts else None
+def _joined(parts: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """The streams of all parts, along the batch."""
+    streams = ([each for each in stream if each is not None] for stream in zip(*parts, strict=True))
+    return tuple(torch.cat(stream) if stream else None for stream in streams)
 
 
 @dataclass(eq=False)

@@ -148,9 +148,7 @@ class HeldSite(Site):
                 run.entered = tuple(_entered(each, self.ports) for each in streams)
             output = self.original(*args, **kwargs)
             self.note_leaving(output, run)
-            if last:
-                self.keep(run, residual, output)
-            return output
+            return self.kept(run, residual, output) if last else output
         if first:
             streams = self.moved(streams, residual)
         return self.ports.output(streams)
@@ -173,15 +171,18 @@ class HeldSite(Site):
         pairs = zip(streams, changes, strict=True)
         return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
 
-    def keep(self, run: Run, residual: Residual | Joined, output: Any) -> None:
-        """Keep what a run has changed, of which this is the last block."""
+    def kept(self, run: Run, residual: Residual | Joined, output: Any) -> Any:
+        """Keep what a run has changed, of which this is the last block. Returns what leaves it, which makes up for what
+        held steps have missed."""
         if run.entered is None:
             raise TokenMergeError(
                 f"{self.name!r} ran without the first of the blocks that are held with it; do not skip layers in some "
                 "steps only, nor checkpoint gradients, or remove first"
             )
         entered, run.entered = run.entered, None
-        residual.keep(_changes(entered, self.ports.leaving(output)))
+        left = self.ports.leaving(output)
+        missed = residual.keep(_changes(entered, left))
+        return self.ports.output(tuple(map(_sum, left, missed)))
 
 
 class LearnedSite(HeldSite):
@@ -237,9 +238,10 @@ class StageSite(Site):
         if act == KEEP:
             output = self.original(*args, **kwargs)
             self.skips = len(output[1]) if isinstance(output, tuple) else None
-            if self.last:
-                residual.keep((_clipped(output.detach() - self.take_entered()),))
-            return output
+            if not self.last:
+                return output
+            (missed,) = residual.keep((_clipped(output.detach() - self.take_entered()),))
+            return output + missed
         if self.last:
             (change,) = residual.now()
             assert change is not None, "a stage was held before it was kept"
@@ -267,6 +269,10 @@ def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tu
     """What a run changed; None for what it gives out no more."""
     pairs = zip(entered, left, strict=True)
     return tuple(None if after is None else _clipped(after.detach() - before) for before, after in pairs)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one if one is None or other is None else one + other
 
 
 def _clipped(tokens: Tensor) -> Tensor:

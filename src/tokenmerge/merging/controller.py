@@ -130,9 +130,9 @@ class Merging:
         return sum(group.visits for group in self.groups)
 
     @property
-    def renewed(self) -> bool:
-        """Whether this call has changed a map."""
-        return any(group.renewed for group in self.groups)
+    def renews(self) -> bool:
+        """Whether this call changes a map."""
+        return any(group.renews for group in self.groups)
 
     # For CUDA graphs of calls.
 

@@ -236,9 +236,9 @@ class MergeGroup:
         return self._due.visits if self._due is not None else 0
 
     @property
-    def renewed(self) -> bool:
-        """Whether this call has changed the maps."""
-        return self._due is not None and self._due.maps != "reuse" and self._due.maps_done > 0
+    def renews(self) -> bool:
+        """Whether this call changes the maps."""
+        return self._due is not None and self._due.maps != "reuse" and self.slot is not None and self.slot.merges
 
     # For CUDA graphs of calls.
 

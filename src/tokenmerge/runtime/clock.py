@@ -20,6 +20,7 @@ class Clock:
         self._levels: list[float] = []  # of noise to signal, by step of the schedule, where they are known
         self._gain = 1.0  # by which the solver magnifies errors
         self.length = 1.0  # of what the model gives out, over that of noise
+        self.clips = False  # whether the solver clips clean predictions
         self._timestep: float | None = None
 
     @property
@@ -36,11 +37,17 @@ class Clock:
         return self.total is not None and self.begin + self.step >= self.total
 
     def start_image(
-        self, total: int | None, levels: list[float] | None = None, gain: float = 1.0, length: float = 1.0
+        self,
+        total: int | None,
+        levels: list[float] | None = None,
+        *,
+        gain: float = 1.0,
+        length: float = 1.0,
+        clips: bool = False,
     ) -> None:
         self.image += 1
         self.step, self.call, self.begin, self.total = 0, -1, 0, total
-        self._levels, self._gain, self.length = levels or [], gain, length
+        self._levels, self._gain, self.length, self.clips = levels or [], gain, length, clips
 
     def correct_levels(self, levels: list[float]) -> None:
         """The schedule is another than was told when the image began."""

@@ -42,8 +42,9 @@ def place_at(number: int, total: int | None, levels: Sequence[float], gain: floa
     if number >= len(levels):
         return Place(number, _USUAL_DISTANCE * number, share, share, last=last)
     before, now, after = (_way(levels, max(0, each)) for each in (number - 1, number, number + 1))
-    # Between its neighbours: solvers of second order have every level twice, and move once for both.
-    weight = gain * abs(before - after) / (2 if number else 1)
+    # Solvers of second order have every level twice, and move once for both.
+    twice = number > 0 and now in (before, after)
+    weight = gain * abs((before - after) / 2 if twice else now - after)
     cleared = 1.0 - min(now / _way([_SHOWS], 0), 1.0)
     root = math.sqrt(levels[number])
     return Place(number, -root, share, cleared, weight, 1.0 / root, last)
@@ -101,6 +102,12 @@ def output_length(scheduler: Any) -> float:
     if not isinstance(sigmas, Tensor) or not len(sigmas):
         return 1.0
     return math.sqrt(2.0) if _flows(sigmas.tolist(), config) else 1.0
+
+
+def clips(scheduler: Any) -> bool:
+    """Whether a solver clips clean predictions, as for models of pixels."""
+    config = _config(scheduler)
+    return bool(config.get("clip_sample") or config.get("thresholding"))
 
 
 def planned_levels(scheduler: Any, steps: int) -> list[float] | None:

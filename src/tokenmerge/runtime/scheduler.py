@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import TokenMergeError
 from ..families.calls import DenoiserCall
 from .clock import MAX_CALLS, Clock
-from .levels import error_gain, noise_levels, output_length, sample_levels
+from .levels import clips, error_gain, noise_levels, output_length, sample_levels
 from .listening import listen
 from .noise import adds_noise
 from .prediction import Predictor
@@ -121,7 +121,8 @@ class Follower:
         total = None if timesteps is None else len(timesteps)
         # Some schedulers keep sigmas on the device, for which reading them waits.
         levels = noise_levels(scheduler) if self._timeline.hold is not None else None
-        self.clock.start_image(total, levels, error_gain(scheduler), output_length(scheduler))
+        gain, length = error_gain(scheduler), output_length(scheduler)
+        self.clock.start_image(total, levels, gain=gain, length=length, clips=clips(scheduler))
         if self._predictor is not None:
             self._sample_levels = sample_levels(scheduler) or []
 

@@ -52,7 +52,7 @@ class SigmaFollower:
     def _begin(self, level: float) -> None:
         clock = self.clock
         if clock.image < 0:
-            clock.start_image(len(self._levels), self._levels, self._gain)
+            clock.start_image(len(self._levels), self._levels, gain=self._gain)
         else:
             clock.next_step()
         told = self._levels[clock.step : clock.step + 1]

@@ -61,8 +61,8 @@ class Merging(Protocol):
         """How many merged layers ran in this call."""
 
     @property
-    def renewed(self) -> bool:
-        """Whether this call has changed a map."""
+    def renews(self) -> bool:
+        """Whether this call changes a map."""
 
     def kind(self) -> Hashable | None: ...
 
@@ -81,9 +81,9 @@ class Holding(Protocol):
     def known(self, call: DenoiserCall) -> Kept | None:
         """What such a call of this image has shown so far."""
 
-    def enter(self, call: DenoiserCall, step: Step) -> None: ...
+    def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None: ...
 
-    def leave(self, *, restart: bool) -> None: ...
+    def leave(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -137,7 +137,7 @@ class State(Uncopied):
         if self.merging is not None:
             self.merging.enter(call, self.step, waits=self.follower.waits)
         if self.holding is not None:
-            self.holding.enter(call, self.step)
+            self.holding.enter(call, self.step, restart=self._runs_differently)
         self._begun = clock.image
 
     def leaves_out(self, call: DenoiserCall) -> bool:
@@ -184,15 +184,18 @@ class State(Uncopied):
         if self.follower.clock.call == 0:
             self.steps[self._did] += 1
         if self.holding is not None:
-            kind = self.step.kind
-            # No slope is taken across a changed map, nor across the edge of merging's window.
-            changed = self.merging is not None and kind == MERGED and self.merging.renewed
-            restart = changed or any(self._kinds.get(part, kind) != kind for part in self._parts)
             if self.step.keeps:
-                self._kinds.update(dict.fromkeys(self._parts, kind))
-            self.holding.leave(restart=restart)
+                self._kinds.update(dict.fromkeys(self._parts, self.step.kind))
+            self.holding.leave()
         if self.merging is not None:
             self.merging.leave()
+
+    @property
+    def _runs_differently(self) -> bool:
+        """Whether this call lies beyond a changed map, or the edge of merging's window, from the last kept one."""
+        kind = self.step.kind
+        changed = self.merging is not None and kind == MERGED and self.merging.renews
+        return changed or any(self._kinds.get(part, kind) != kind for part in self._parts)
 
     @property
     def _did(self) -> str:

@@ -15,18 +15,19 @@ FULL, MERGED, HELD = "full", "merged", "held"
 DUE, ONCE, ALWAYS = "due", "once", "always"
 # Residuals bend again where a picture ends, which errors before do not tell: from this share of the steps on, at most
 # this share of them, and always two, may be held in a row.
-_END, _IN_A_ROW = 0.8, 0.07
-# Errors of the first steps grow along the rest of a picture. Up to this share of the steps the tolerance rises to its
-# whole; without that, more steps would drift more, since holding would begin earlier in the picture.
-_RISES = 1 / 3
+_END, _IN_A_ROW = 0.85, 0.07
 # With `every`, drift from one full step to the next that a schedule may lead to, over `every`: pictures decide nothing
 # there, and steps that move them far would wreck them.
 _EXPECTED = 0.01
+# Over a tolerance, drift that steps may lead to however far off they are: those far above the picture hardly move it.
+_HARDLY = 0.01
 # Distances, in those that were extrapolated over, from which on two points give no line.
 _TOO_FAR = 4.0
+# A full step makes up for no more than this, over its error: what it gives out bends more than it moves.
+_MOST_OWED = 2.5
 # How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
 # tells nothing of the picture to come.
-USUAL_BEND, _LEAST_BEND = 0.6, 0.1
+USUAL_BEND, _LEAST_BEND = 0.6, 0.3
 # The first error is that of step 2, and is read when step 3 has begun.
 _FIRST_KNOWN = 3
 
@@ -39,13 +40,23 @@ class Kept(NamedTuple):
     bend: float | None = None  # how much residuals bend, by the error of an extrapolation; None before there was one
     held: tuple[Place, ...] = ()  # steps since the last kept one
 
-    def error_at(self, now: Place) -> float:
-        """The relative error of an extrapolation to a step. Of a line through two points it grows with the distances
-        from both."""
-        assert self.before is not None
-        assert self.bend is not None
+    def growth_to(self, now: Place) -> float:
+        """How errors grow up to a step: of a line through two points with the distances from both, of one residual
+        with that from it."""
         far = abs(now.at - self.last.at)
-        return max(self.bend, _LEAST_BEND) * now.bends * far * (far + abs(self.last.at - self.before.at))
+        return far if self.before is None else far * (far + abs(self.last.at - self.before.at))
+
+    def error_at(self, now: Place) -> float:
+        """The relative error of an extrapolation to a step."""
+        assert self.bend is not None
+        return self.bend * now.bends * self.growth_to(now)
+
+    def owed(self, now: Place) -> float:
+        """What the held steps have missed, over the error that a full step shows: errors, by how far each step moves
+        the picture."""
+        here = self.growth_to(now) * now.weight
+        missed = sum(self.growth_to(place) * place.weight for place in self.held)
+        return min(missed / here, _MOST_OWED) if here else 0.0
 
     def drift_to(self, now: Place) -> float | None:
         """How far the picture would drift from the last kept step up to this one, if it can be told: errors, by how far
@@ -151,15 +162,27 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     if kept.bend is not None and not math.isfinite(kept.bend):
         return False
     distance = now.number - kept.last.number
-    if now.share is not None and now.share >= _END:
-        total = now.number / now.share
-        if distance > max(2.0, _IN_A_ROW * total):
-            return False
+    if now.share is not None and now.share >= _END and distance >= _distance_to_end(now, kept.last):
+        return False
     if hold.every is not None:
         near = distance < _distance(hold.every, hold, kept.last)
         return near and (hold.start is not None or _is_smooth(hold.every, now, kept))
+    if kept.bend is None or hold.tolerance is None:
+        return False
+    kept = kept._replace(bend=max(kept.bend, _LEAST_BEND))
     drift = kept.drift_to(now)
-    return drift is not None and hold.tolerance is not None and drift <= hold.tolerance * _risen(now, kept.last)
+    if drift is None:
+        return False
+    # Errors grow along the rest of a picture, the more the noisier it is.
+    return min(kept.error_at(now) / now.bends, drift / _HARDLY) <= hold.tolerance
+
+
+def _distance_to_end(now: Place, last: Place) -> int:
+    """Steps from a kept one to the next where a picture ends: the rest is shared out evenly up to the last step."""
+    assert now.share
+    total = round(now.number / now.share)
+    rest, most = total - 1 - last.number, max(2, int(_IN_A_ROW * total)) + 1
+    return math.ceil(rest / math.ceil(rest / most))
 
 
 def _is_smooth(every: int, now: Place, kept: Kept) -> bool:
@@ -168,14 +191,6 @@ def _is_smooth(every: int, now: Place, kept: Kept) -> bool:
     before = kept.last._replace(at=2 * kept.last.at - now.at)
     drift = kept._replace(before=before, bend=USUAL_BEND).drift_to(now)
     return drift is not None and drift <= _EXPECTED * every
-
-
-def _risen(now: Place, last: Place) -> float:
-    """The share of a tolerance that holds after a kept step."""
-    if not now.share:
-        return 1.0
-    total = now.number / now.share
-    return min((last.number + 1) / total / _RISES, 1.0)
 
 
 def _distance(every: int, hold: Hold, kept: Place) -> int:
