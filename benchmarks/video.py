@@ -15,14 +15,14 @@ frames x rows x columns with the same number of tokens cost the same. In each fa
 every token joins the nearest, and gets the mean of those that joined it back. In `places` all frames have the same
 destinations, in `map` the same destinations and the same joining. Told are
 
-    similarity   mean cosine of two tokens of a tile
-    error        |x - x'| / |x|, where x' is what x gets back
-    flicker      mean |(x - x') - that of the frame before| / mean |x|, and `worst` of any frame
-    following    the flicker of what moves, followed on its way: only of pans by whole tokens along an axis
-    target_      the same of what the map is for, y: tokens without noise, or what the block adds
-    target_rest  mean |change of y' to the next frame| / that of y. Flicker also counts change that merging takes away,
-                 as it does from noise of each frame's own; below 1 there is less change than without merging
-    target_step  the largest of that of any two frames: what freezes within a tile may jump to the next
+    similarity      mean cosine of two tokens of a tile
+and of what the map is for, y (tokens without noise, or what the block adds), where y' is what y gets back,
+
+    target_error    |y - y'| / |y|
+    target_flicker  mean |(y - y') - that of the frame before| / mean |y|
+    target_rest     mean |change of y' to the next frame| / that of y. Flicker also counts change that merging takes
+                    away, as it does from noise of each frame's own; below 1 there is less change than without merging
+    target_step     the largest of that of any two frames: what freezes within a tile may jump to the next
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Motion(NamedTuple):
     speed: float  # tokens per latent frame, or the share by which a zoom magnifies
 
 
-# Pans by whole tokens repeat tokens exactly, which films do not: they are for `following`.
 MOTIONS = [Motion("still", 0.0), *(Motion("pan", speed) for speed in (0.15, 0.3, 0.6, 1.0, 1.3, 2.0))]
 MOTIONS += [Motion("zoom", speed) for speed in (0.01, 0.04, 0.08)]
 FEW = [Motion("still", 0.0), Motion("pan", 0.3), Motion("pan", 1.3), Motion("zoom", 0.04)]
@@ -101,7 +100,7 @@ def main() -> None:
     known = environment(torch.device("cpu"))
     lines = []
     with torch.no_grad():
-        for conditions, tokens, target, steps in itertools.chain(
+        for conditions, tokens, target in itertools.chain(
             latents(read_photographs(options.data, options.photographs)),
             hidden(read_photographs(options.data, options.flux_photographs)),
         ):
@@ -109,7 +108,7 @@ def main() -> None:
             conditions["change"], conditions["target_change"] = (
                 round(change(each, each), 3) for each in (tokens, target)
             )
-            told = {name: measure(tokens, target, name, steps) for name in TILES}
+            told = {name: measure(tokens, target, name) for name in TILES}
             for ratio in RATIOS:
                 tiles = {name: by_ratio[ratio] for name, by_ratio in told.items()}
                 lines.append(json.dumps({**conditions, "ratio": ratio, "tiles": tiles, "environment": known}))
@@ -160,19 +159,11 @@ def resized(pictures: Tensor, side: int) -> Tensor:
     return F.interpolate(batch, (side, side), mode="bicubic", antialias=True).view(*pictures.shape[:-2], side, side)
 
 
-def steps_of(motion: Motion, clips: int) -> list[tuple[int, int] | None]:
-    """Of every clip, by how many tokens down and right the camera moves per frame, if by whole ones along an axis."""
-    if motion.kind == "zoom" or motion.speed % 1:
-        return [None] * clips
-    ways = [[motion.speed * part for part in direction(number)] for number in range(clips)]
-    return [None if min(map(abs, way)) > 1e-6 else (round(way[0]), round(way[1])) for way in ways]
-
-
-Clips = Iterator[tuple[dict[str, Any], Tensor, Tensor, list[tuple[int, int] | None]]]
+Clips = Iterator[tuple[dict[str, Any], Tensor, Tensor]]
 
 
 def latents(photographs: Tensor) -> Clips:
-    """Conditions, tokens [P, F, H, W, C], targets likewise, and steps."""
+    """Conditions, tokens [P, F, H, W, C], and targets likewise."""
     blocks = {motion: _blocks(film(photographs, motion, LATENT_TOKEN, TIMES)) for motion in MOTIONS}
     sample = torch.cat([each.flatten(0, 3)[::41] for each in blocks.values()])
     mean = sample.mean(0)
@@ -180,9 +171,8 @@ def latents(photographs: Tensor) -> Clips:
     channels = (vectors[:, -CHANNELS:] / values[-CHANNELS:].sqrt()).float()
     for motion, each in blocks.items():
         clean = _packed((each - mean) @ channels)
-        steps = steps_of(motion, len(photographs))
         for noise, share in [(0.0, None), *(NOISES if motion in FEW else [])]:
-            yield _conditions("latent", motion, noise, share), noised(clean, noise, share), clean, steps
+            yield _conditions("latent", motion, noise, share), noised(clean, noise, share), clean
 
 
 def _blocks(films: Tensor) -> Tensor:
@@ -242,12 +232,10 @@ def hidden(photographs: Tensor) -> Clips:
             for name, found in seen.items():
                 entered, added = torch.stack(found, 1).unflatten(3, clean.shape[2:4])
                 record = _conditions(f"tiny-flux {name}", motion, noise, share)
-                yield record, entered, added, steps_of(motion, len(photographs))
+                yield record, entered, added
 
 
-def measure(
-    tokens: Tensor, target: Tensor, name: str, steps: list[tuple[int, int] | None]
-) -> dict[float, dict[str, float]]:
+def measure(tokens: Tensor, target: Tensor, name: str) -> dict[float, dict[str, float]]:
     """What is told, by ratio. Tokens and target are [P, F, H, W, C]."""
     shape, sharing = TILES[name]
     size = math.prod(shape)
@@ -258,19 +246,14 @@ def measure(
     told = {}
     for ratio in RATIOS:
         joined = joining(pairs, round(size * (1 - ratio)), sharing)
-        lost = tokens - back(tiles, joined, tokens.shape, shape)
         target_back = back(target_tiles, joined, target.shape, shape)
         target_lost = target - target_back
-        found = {"similarity": similarity, "error": lost.norm() / tokens.norm(), "flicker": change(lost, tokens)}
-        found |= {"worst": change(lost, tokens, worst=True), "target_error": target_lost.norm() / target.norm()}
-        found |= {"target_flicker": change(target_lost, target)}
+        found = {"similarity": similarity, "target_error": target_lost.norm() / target.norm()}
+        found["target_flicker"] = change(target_lost, target)
         # Rounding moves the stills of a batch a little.
         if moved > 1e-4:
             found["target_rest"] = change(target_back, target) / moved
             found["target_step"] = (lengths_of(target_back) / lengths_of(target)).max()
-        along = [change_along(lost[number], step) for number, step in enumerate(steps) if step is not None]
-        if along:
-            found["following"] = sum(along) / len(along) / tokens.norm(dim=-1).mean()
         told[ratio] = {key: round(float(value), 3) for key, value in found.items()}
     return told
 
@@ -307,24 +290,14 @@ def joining(pairs: Tensor, count: int, sharing: str | None) -> Tensor:
     return F.one_hot(near.argmax(-1), count).float()
 
 
-def change(clips: Tensor, scale: Tensor, worst: bool = False) -> float:
+def change(clips: Tensor, scale: Tensor) -> float:
     """Mean length of what changes to the next frame, over the mean length of `scale`."""
-    lengths = lengths_of(clips)
-    return float((lengths.max() if worst else lengths.mean()) / scale.norm(dim=-1).mean())
+    return float(lengths_of(clips).mean() / scale.norm(dim=-1).mean())
 
 
 def lengths_of(clips: Tensor) -> Tensor:
     """Mean length of what changes from each frame to the next."""
     return (clips[:, 1:] - clips[:, :-1]).norm(dim=-1).mean((0, 2, 3))
-
-
-def change_along(clip: Tensor, step: tuple[int, int]) -> float:
-    """Mean length of the change of what moves by `step` tokens per frame, where it stays in sight."""
-    after, before = clip[1:], clip[:-1]
-    for dim, part in enumerate(step, start=1):
-        kept = clip.shape[dim] - abs(part)
-        after, before = after.narrow(dim, max(0, -part), kept), before.narrow(dim, max(0, part), kept)
-    return float((after - before).norm(dim=-1).mean())
 
 
 def tables(records: list[dict[str, Any]]) -> str:

@@ -4,7 +4,7 @@
         --flux build/flux/flux.*.safetensors --sdxl build/sdxl/sdxl.*.safetensors
 
 writes `tiny-flux` and `tiny-sdxl` (whichever denoiser is given) into the package, with fp16 weights and a SHA256SUMS in
-each.
+each. What both hold alike is stored once; the other has a link.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -57,6 +58,8 @@ CALLS = {
         "size": [256, 256],
     },
 }
+# Bytes from which on a file that two models hold is stored once.
+SHARED = 50_000
 
 
 def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
@@ -110,6 +113,26 @@ def tidy_text_encoder(folder: Path) -> None:
         kept = ("text_model.", "text_projection.")
         state = {k if k.startswith(kept) else f"text_model.{k}": v for k, v in load_file(path).items()}
         save_file(state, path, metadata={"format": "pt"})
+        if "text_projection.weight" in state:
+            split_projection(folder)
+
+
+def split_projection(folder: Path) -> None:
+    """Two shards, the encoder and its projection: the first is what models without a projection hold."""
+    whole = folder / "model.safetensors"
+    state = load_file(whole)
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    shards: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    for key, tensor in state.items():
+        shards[names[key.startswith("text_projection.")]][key] = tensor
+    for name, shard in shards.items():
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in state.values())},
+        "weight_map": {key: name for name, shard in shards.items() for key in sorted(shard)},
+    }
+    (folder / f"{whole.name}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    whole.unlink()
 
 
 def write_checksums(folder: Path) -> None:
@@ -138,6 +161,33 @@ def save(pipe: DiffusionPipeline, folder: Path) -> None:
     print(f"{folder}: {size / 1e6:.1f} MB of weights")
 
 
+def files_of_models(out: Path) -> Iterator[Path]:
+    for index in sorted(out.glob("*/model_index.json")):
+        yield from (path for path in sorted(index.parent.rglob("*")) if path.is_file())
+
+
+def unshare(out: Path) -> None:
+    """Give every model copies of what it links to, before another is replaced."""
+    for path in files_of_models(out):
+        if path.is_symlink():
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content)
+
+
+def share(out: Path) -> None:
+    """Store large files that are the same once, and link the others to the first. Links are of files, not of folders:
+    hatchling builds a folder that two names lead to only once."""
+    first: dict[str, Path] = {}
+    for path in files_of_models(out):
+        if path.stat().st_size < SHARED:
+            continue
+        held = first.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+        if held != path:
+            path.unlink()
+            path.symlink_to(os.path.relpath(held, path.parent))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=Path("build/text"), help="folder from text.py")
@@ -147,10 +197,12 @@ def main() -> None:
     parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
     parser.add_argument("--out", type=Path, default=Path("models/tokenmerge_models"))
     args = parser.parse_args()
+    unshare(args.out)
     if args.flux:
         save(make_flux(args.text, args.vae, args.flux), args.out / args.flux_name)
     if args.sdxl:
         save(make_sdxl(args.text, args.vae, args.sdxl), args.out / "tiny-sdxl")
+    share(args.out)
 
 
 if __name__ == "__main__":

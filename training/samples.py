@@ -1,8 +1,9 @@
-"""Sample sheets through the stock pipelines: the same 16 flowers for each model and size.
+"""Sample sheets through the stock pipelines: the same flowers for each model.
 
-    python training/samples.py models/tokenmerge_models/* --sizes 256 512 --out docs/samples
+    python training/samples.py models/tokenmerge_models/tiny-* --sizes 256 --out docs/samples
+    python training/samples.py models/tokenmerge_models/tiny-* --sizes 512 --count 8 --out docs/samples
 
-writes `<model>-<size>.jpg`, each image with its flower's name below.
+writes `<model>-<size>.webp`, each image with its flower's name below.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
     parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--count", type=int, help="of these names, from the first (default: all)")
     parser.add_argument("--template", default="a photo of a {}")
     parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
@@ -95,7 +97,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/samples"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    prompts = [args.template.format(name) for name in args.names]
+    names = list(args.names)[: args.count]
+    prompts = [args.template.format(name) for name in names]
     for folder in args.models:
         pipe = load_pipeline(folder, args.device, getattr(torch, args.dtype), args.lora)
         for size in args.sizes:
@@ -103,8 +106,8 @@ def main() -> None:
             images = list(
                 generate(pipe, prompts, size, args.steps, args.guidance, args.seed, args.batch, args.text_length)
             )
-            path = args.out / f"{folder.name}-{size}.jpg"
-            sheet(images, list(args.names)).save(path, quality=80, optimize=True, progressive=True)
+            path = args.out / f"{folder.name}-{size}.webp"
+            sheet(images, names).save(path, quality=75, method=6)
             print(f"{path}: {len(images)} images in {time.monotonic() - began:.1f} s", flush=True)
 
 

@@ -1,7 +1,8 @@
-"""What is installed: a small wheel, torch as its only requirement, and versions that agree."""
+"""What is installed: a small wheel, torch as its only requirement, whole models, and versions that agree."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -12,21 +13,27 @@ import pytest
 import yaml
 
 import tokenmerge
+from tokenmerge.tools.loading import BUNDLED
 
 # One worker builds the wheel.
 pytestmark = pytest.mark.xdist_group("wheel")
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 1_000_000
+# Of files that two models have.
+LARGEST_COPY = 50_000
+
+
+def built(project: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(project)]
+    subprocess.run([*command, "--wheel-dir", str(folder)], check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    return path
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", str(ROOT)]
-    subprocess.run([*command, "--wheel-dir", str(folder)], check=True, capture_output=True)
-    (path,) = folder.iterdir()
-    return path
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_is_small_and_holds_the_library_alone(wheel: Path) -> None:
@@ -43,6 +50,21 @@ def test_torch_is_the_only_requirement(wheel: Path) -> None:
         required = re.findall(r"^Requires-Dist: (.+)$", files.read(metadata).decode(), flags=re.MULTILINE)
     # A lower bound alone, so that no torch that is there is replaced.
     assert [each for each in required if "extra ==" not in each] == ["torch>=2.7"]
+
+
+def test_the_wheel_of_models_holds_whole_models_and_the_repository_no_file_twice(tmp_path: Path) -> None:
+    package = ROOT / "models" / "tokenmerge_models"
+    seen: dict[str, str] = {}
+    with zipfile.ZipFile(built(ROOT / "models", tmp_path)) as files:
+        for sums in sorted(package.glob("*/SHA256SUMS")):
+            for line in sums.read_text().splitlines():
+                digest, name = line.split("  ")
+                path = f"{package.name}/{sums.parent.name}/{name}"
+                content = files.read(path)
+                assert hashlib.sha256(content).hexdigest() == digest
+                again = seen.setdefault(digest, path) != path
+                assert (ROOT / "models" / path).is_symlink() == (again and len(content) > LARGEST_COPY), path
+    assert {path.split("/")[1] for path in seen.values()} == set(BUNDLED)
 
 
 def test_versions_agree() -> None:
