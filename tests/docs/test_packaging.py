@@ -13,9 +13,6 @@ import yaml
 
 import tokenmerge
 
-# One worker builds the wheel.
-pytestmark = pytest.mark.xdist_group("wheel")
-
 ROOT = Path(__file__).parents[2]
 LARGEST = 1_000_000
 

@@ -38,9 +38,6 @@ from tokenmerge.tools.fields import write_value
 from tokenmerge.tools.speeds import SPEEDS
 from tokenmerge.tools.typed import read_typed
 
-# One server and one browser for all of them.
-pytestmark = pytest.mark.xdist_group("demo")
-
 MODEL = "tiny-sdxl"
 # A folder of the machine.
 OWN = "mine"
