@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
