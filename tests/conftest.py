@@ -31,4 +31,6 @@ def pytest_collection_finish() -> None:
     """What imports made stays until the end: a collection need not walk it, which takes half a second."""
     gc.collect()
     gc.freeze()
+    # Compilers make so much that by default a tenth of the time would go into looking for what nobody refers to.
+    gc.set_threshold(50_000, 10, 10)
     gc.enable()
