@@ -15,8 +15,9 @@ COMFYUI ?= .venv-comfyui
 demo: $(VENV)/installed
 	$(BIN)/tokenmerge generate --model tiny-sdxl --out demo.png
 
+# Each file in one process, since its tests share what takes long to make.
 test: lint $(CHROMIUM)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	PYTHONPATH=$(BACKENDS) $(BIN)/python -m pytest -n 2 tests/backends
 
 test-comfyui: $(COMFYUI)/installed

@@ -1,14 +1,14 @@
-"""One of two processes that draw pictures together, over gloo on CPUs: `python tests/shards.py RANK FOLDER`.
+"""One of two processes that draw pictures together, over gloo on CPUs.
 
-It runs all of `CASES`, and writes what each came to into FOLDER/RANK.json. Processes start once for all of them, since
-that takes longer than most cases.
+`main` runs all of `CASES`, and writes what each came to into FOLDER/RANK.json. Processes start once for all of them,
+since that takes longer than most cases.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -289,6 +289,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **na
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    # Of torch, which names functions that diffusers calls.
+    warnings.simplefilter("ignore", FutureWarning)
     diffusers.utils.logging.set_verbosity_error()
     # diffusers divides by the number of accelerators, of which a CPU has none.
     torch.accelerator.device_count = lambda: 1
@@ -305,7 +307,3 @@ def main(rank: int, folder: Path) -> None:
             results[name] = {"failed": traceback.format_exc()}
         (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -223,9 +223,8 @@ SMOOTH = Merge(selection="uniform", temperature=0.1)
     ],
     ids=told,
 )
-@pytest.mark.parametrize("first", ["compile", "apply"])
 # The second order finds the compiled code of the first.
-@pytest.mark.xdist_group("inductor")
+@pytest.mark.parametrize("first", ["compile", "apply"])
 def test_compile_and_techniques_in_either_order(kind: str, techniques: list[Any], first: str) -> None:
     # With as few blocks as there can be.
     pipe = build(kind, "whole")

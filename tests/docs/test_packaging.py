@@ -15,9 +15,6 @@ import yaml
 import tokenmerge
 from tokenmerge.tools.loading import BUNDLED
 
-# One worker builds the wheel.
-pytestmark = pytest.mark.xdist_group("wheel")
-
 ROOT = Path(__file__).parents[2]
 LARGEST = 1_000_000
 # Of files that two models have.

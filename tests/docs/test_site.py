@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-# One worker builds the site.
-pytestmark = pytest.mark.xdist_group("site")
-
 ROOT = Path(__file__).parents[2]
 # What a browser fetches of its own accord. Links (a href) are followed by people.
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}

@@ -131,7 +131,9 @@ def test_compiled_blocks_have_the_same_gradients(backend: str, checkpointed: boo
     model = Trained("flux", METHODS["toma"])
     plain = model.gradients(model.call(seed=1) + model.call(seed=2))
     torch.compiler.reset()
-    for block in (*model.denoiser.transformer_blocks, *model.denoiser.single_transformer_blocks):
+    joint, single = model.denoiser.transformer_blocks, model.denoiser.single_transformer_blocks
+    # Inductor takes long for each kind of block, and what it overwrites is the same for all.
+    for block in single if backend == "inductor" else (*joint, *single):
         block.compile(backend=backend, fullgraph=True)
     if checkpointed:
         model.denoiser.enable_gradient_checkpointing()

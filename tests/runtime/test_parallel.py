@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +15,22 @@ Outcomes = list[dict[str, Any]]
 # Pictures of one process and of two differ by as much.
 ROUNDING = 2e-6
 
+# Started once with everything imported; both processes are copies of it.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["shards"])
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What all cases came to, in both processes."""
     folder = tmp_path_factory.mktemp("shards")
-    # Of torch, which names functions that diffusers calls.
-    command = [sys.executable, "-W", "ignore::FutureWarning", str(Path(shards.__file__))]
-    processes = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
+    processes = [SERVER.Process(target=shards.main, args=(rank, folder)) for rank in range(2)]
     try:
-        assert [process.wait(timeout=900) for process in processes] == [0, 0]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=900)
+        assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

@@ -38,9 +38,6 @@ from tokenmerge.tools.fields import write_value
 from tokenmerge.tools.speeds import SPEEDS
 from tokenmerge.tools.typed import read_typed
 
-# One server and one browser for all of them.
-pytestmark = pytest.mark.xdist_group("demo")
-
 MODEL = "tiny-sdxl"
 # A folder of the machine.
 OWN = "mine"
@@ -535,7 +532,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["demo", "--port", str(port)]) == 2
     assert f"127.0.0.1:{port} cannot be served at" in capsys.readouterr().err
     assert main(["demo", "--port", "70000"]) == 2
-    assert "--port is 70000; ports are from 1 to 65535" in capsys.readouterr().err
+    assert "--port: 70000 is out of range; it must be from 1 to 65535" in capsys.readouterr().err
 
 
 def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: Path) -> None:

@@ -66,9 +66,6 @@ KILLS = 10
 TIMES = ("seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up")
 WHERE = {"device": "a machine", "torch": "one"}
 
-# One worker makes what these tests share.
-pytestmark = pytest.mark.xdist_group("evaluation")
-
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tokenmerge.tools.evaluation.run", "diffusers", "matplotlib.figure", __name__])

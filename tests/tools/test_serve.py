@@ -44,9 +44,6 @@ from tokenmerge.tools.serving.sharing import may_share
 from tokenmerge.tools.serving.worker import Equipment, Worker
 from tokenmerge.tools.speeds import BATCHED_SPEEDS
 
-# One server for all tests of this file, also where several processes share the tests.
-pytestmark = pytest.mark.xdist_group("serve")
-
 OFFER = Offer(
     model="tiny",
     size=(64, 64),

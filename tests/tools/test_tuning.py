@@ -73,9 +73,6 @@ SEARCH = Search(
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
 COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu", "--rivals", *RIVALS]
 
-# One worker makes the search that these tests share.
-pytestmark = pytest.mark.xdist_group("tuning")
-
 # Started once with everything imported; children are copies of it, so that a start costs little.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tokenmerge.tools.tuning.search", "diffusers", "matplotlib.figure", __name__])

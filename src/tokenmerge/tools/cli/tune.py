@@ -23,20 +23,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_, count = parser.add_argument, whole()
-    goal = parser.add_mutually_exclusive_group(required=True)
-    goal.add_argument(
-        "--budget",
-        type=parse_budget,
-        metavar="NAME=N",
-        help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
-    )
-    goal.add_argument(
-        "--speed-up",
-        type=real(above=1),
-        metavar="N",
-        help="wished, as in 1.5: find the least drift for it (default: none)",
-    )
-    add_("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
+    _add_goal(parser)
     shared.add_model(parser, "tiny-flux")
     shared.add_techniques(parser, about="to search, with fields that are typed as they are")
     add_(
@@ -76,6 +63,23 @@ def add(commands: Any) -> None:
     add_("--resume", action="store_true", help="go on with what is in --out")
     shared.add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _add_goal(parser: argparse.ArgumentParser) -> None:
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument(
+        "--budget",
+        type=parse_budget,
+        metavar="NAME=N",
+        help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
+    )
+    goal.add_argument(
+        "--speed-up",
+        type=real(above=1),
+        metavar="N",
+        help="wished, as in 1.5: find the least drift for it (default: none)",
+    )
+    parser.add_argument("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
 
 
 def run(options: argparse.Namespace) -> None:
