@@ -30,7 +30,7 @@ CONFIGURATIONS: tuple[tuple[str, list[tuple[str, dict[str, Any]]], float], ...] 
     ("plain", [], 1.0),
     ("half of the steps", [], 0.5),
     ("Hold", [(HOLD, {})], 1.0),
-    ("Hold, tolerance 0.05", [(HOLD, {"tolerance": 0.05})], 1.0),
+    ("Hold, tolerance 0.4", [(HOLD, {"tolerance": 0.4})], 1.0),
     ("Hold, every 3", [(HOLD, {"every": 3})], 1.0),
     ("EasyCache, threshold 0.05", [(CACHE, {"reuse_threshold": 0.05})], 1.0),
     ("EasyCache, threshold 0.1", [(CACHE, {"reuse_threshold": 0.1})], 1.0),

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
@@ -20,6 +21,7 @@ import zoo
 from tokenmerge import Hold, Merge
 from tokenmerge.api import token_maps
 from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.families.base import Block, Ports
 from tokenmerge.holding.sites import _clipped
 from traces import attributes, same
 
@@ -96,6 +98,100 @@ def test_a_kept_step_is_exact_and_makes_the_same_input_exact(kind: str, techniqu
     assert tokenmerge.summary(denoiser).steps == {ran: 1, "held": 2}
     tokenmerge.remove(denoiser)
     assert torch.equal(call(denoiser), plain)
+
+
+@pytest.mark.parametrize(("kind", "hold"), HELD)
+def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -> None:
+    """By the error that it shows: that of a line through two points grows with the distances from both."""
+    scales = [1.0, 1.2, 1.5, 1.9, 2.4, 3.0]
+    plain, _ = build(kind)
+    first, last = _ends(plain, hold)
+    ports = first.kind.ports
+    entered = [_seen(plain, first.module, "enters", ports, scale) for scale in scales]
+    left = [_seen(plain, last.module, "leaves", last.kind.ports, scale) for scale in scales]
+    residuals = [after - before for before, after in zip(entered, left, strict=True)]
+    denoiser, loop = build(kind, hold)
+    loop.set_timesteps()
+    # Nothing may act between blocks that are held together, so we look at what comes after them.
+    single = hold.what == "blocks" and kind == "sdxl"
+    head = getattr(denoiser, "conv_norm_out" if kind == "sdxl" else "norm_out")
+    kinds, made_up = [], []
+    for scale, exact in zip(scales, left, strict=True):
+        where = (_ends(denoiser, hold)[1].module, "leaves") if single else (head, "enters")
+        made_up.append(_seen(denoiser, *where, ports if single else Ports(), scale)[:, -exact.shape[1] :] - exact)
+        kinds.append(denoiser._tokenmerge.state.step.kind)
+        loop.step()
+    assert kinds == ["full", "held", "full", "held", "held", "full"]
+    # Noise over the picture is sigma over the rest; residuals run straight over its root.
+    at = [-math.sqrt((1 - n / 20) / max(n / 20, 1e-4)) for n in range(7)]
+    way = [math.sqrt(1 + min(each**2, 100)) for each in at]
+    line = residuals[2] + (residuals[2] - residuals[0]) * (at[5] - at[2]) / (at[2] - at[0])
+    grown = [(at[n] - at[2]) * (at[n] - at[0]) * (way[n] - way[n + 1]) for n in range(6)]
+    missed = (residuals[5] - line) * (grown[3] + grown[4]) / grown[5]
+    assert missed.abs().max() > 1e-3
+    torch.testing.assert_close(made_up[5], missed, rtol=1e-3, atol=1e-4)
+    # Where one residual was held as it was, the error grows with the distance from it.
+    grown = [(at[n] - at[0]) * (way[n] - way[n + 1]) for n in range(3)]
+    torch.testing.assert_close(made_up[2], (residuals[2] - residuals[0]) * grown[1] / grown[2], rtol=1e-3, atol=1e-4)
+
+
+def owed(pipe: Any) -> list[float]:
+    """What full steps made up for, over their errors, in an image of 16 steps."""
+    denoiser, found = denoiser_of(pipe), []
+
+    def note(*_: Any) -> None:
+        (part,) = denoiser._tokenmerge.holding._now
+        found.extend(float(each.owed) for each in part.residuals.values() if each.owed)
+
+    handle = denoiser.register_forward_hook(note)
+    tiny.draw(pipe, steps=16)
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "changes", "made_up"),
+    [
+        (diffusers.EulerDiscreteScheduler, {}, True),
+        (diffusers.DDIMScheduler, {"clip_sample": False}, True),
+        (diffusers.DDIMScheduler, {"clip_sample": True}, False),
+        (diffusers.DPMSolverMultistepScheduler, {"thresholding": True}, False),
+    ],
+)
+def test_nothing_is_made_up_for_under_solvers_that_clip(scheduler: Any, changes: dict[str, Any], made_up: bool) -> None:
+    pipe = tiny.build("sdxl")
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **changes)
+    assert bool(owed(tokenmerge.apply(pipe, STAGES))) == made_up
+
+
+@pytest.mark.parametrize(("merge", "made_up"), [({"destinations_every": 100, "weights_every": 100}, True), ({}, False)])
+def test_nothing_is_made_up_for_across_a_changed_map(merge: dict[str, int], made_up: bool) -> None:
+    often = {"destinations_every": 1, "weights_every": 1, **merge}
+    pipe = tokenmerge.apply(tiny.build("sdxl"), [MERGE.replace(**often), STAGES])
+    assert bool(owed(pipe)) == made_up
+
+
+def _ends(denoiser: nn.Module, hold: Hold) -> tuple[Block, Block]:
+    """The first and the last block of the last run."""
+    family = family_of(denoiser)
+    blocks = family.stages(denoiser) if hold.what == "stages" else family.blocks(denoiser)
+    # Each transformer of a UNet is a run.
+    single = hold.what == "blocks" and family.stages is not None
+    return blocks[-1] if single else blocks[0], blocks[-1]
+
+
+def _seen(denoiser: nn.Module, module: nn.Module, where: str, ports: Ports, scale: float) -> Tensor:
+    """The tokens that enter a module in a call, or those that leave it."""
+    found = []
+    if where == "leaves":
+        handle = module.register_forward_hook(lambda *call: found.append(ports.leaving(call[2])[0]))
+    else:
+        handle = module.register_forward_pre_hook(
+            lambda _, args, kwargs: found.append(ports.tokens.read(args, kwargs).clone()), with_kwargs=True
+        )
+    call(denoiser, scale)
+    handle.remove()
+    return found[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,7 +430,9 @@ def test_a_kept_step_that_failed_is_made_again(kind: str, hold: Hold) -> None:
         results.append((outputs, tokenmerge.summary(denoiser).steps))
     (undisturbed, counted), (again, counted_again) = results
     assert counted_again == counted
-    assert torch.equal(again[5], undisturbed[5])
+    # Nobody knows any more what the steps before it have missed.
+    assert torch.equal(again[5], call(tokenmerge.remove(denoiser), 1 / 6))
+    assert not torch.equal(again[5], undisturbed[5])
     # What was extrapolated over the failed step comes to its end at the next kept one.
     assert all(torch.equal(*pair) for pair in zip(again[14:], undisturbed[14:], strict=True))
 

@@ -104,7 +104,7 @@ def test_drift_is_what_held_steps_were_off_by() -> None:
     calls = [Reading(torch.tensor(error)) for error in (1.0, 3.0)]
     errors.measured.append(Measured(place(4), Kept(place(1), place(0)), calls))
     at_the_full_step, shares = 2.5 * 3.5 / 0.5, (1 * 2 / 2, 2 * 3 / 1)
-    moves = [(math.sqrt(10) - math.sqrt(2)) / 2, (math.sqrt(5) - math.sqrt(1.25)) / 2]
+    moves = [math.sqrt(5) - math.sqrt(2), math.sqrt(2) - math.sqrt(1.25)]
     expected = sum(2.0 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
     assert errors.drift(place) == pytest.approx(expected)
     assert errors.bend(5) == pytest.approx(3.0 / at_the_full_step)
@@ -353,7 +353,7 @@ def test_pictures_hold_under_every_schedule(pipe: Any, name: str) -> None:
 def test_a_summary_tells_how_far_a_picture_drifted(pipe: Any) -> None:
     """In order, and roughly right, without a plain picture."""
     plain, found = draw(pipe, 28), []
-    for technique in (Hold(tolerance=0.005), Hold(), Hold(tolerance=0.2)):
+    for technique in (Hold(tolerance=0.05), Hold(), Hold(tolerance=0.8)):
         error = mse(plain, draw(tokenmerge.apply(pipe, technique), 28))
         told = tokenmerge.summary(pipe)
         assert told.drift.calibrated
@@ -463,7 +463,7 @@ def test_more_full_steps_do_not_drift_more_on_a_transformer(flux: Any, steps: in
 def check_that_more_full_steps_do_not_drift_more(pipe: Any, steps: int, every: tuple[int, ...], **size: int) -> None:
     plain = draw(pipe, steps, **size)
     found = []
-    for technique in (*(Hold(every=each) for each in every), Hold(tolerance=0.005), Hold()):
+    for technique in (*(Hold(every=each) for each in every), Hold(tolerance=0.05), Hold()):
         picture = draw(tokenmerge.apply(pipe, technique), steps, **size)
         found.append((tokenmerge.summary(pipe).steps["full"], max(mse(plain, picture), 1.0)))
     for kinds in (found[:-2], found[-2:]):
@@ -473,14 +473,15 @@ def check_that_more_full_steps_do_not_drift_more(pipe: Any, steps: int, every: t
 
 
 def test_more_steps_drift_hardly_more_by_the_same_tolerance(flux: Any) -> None:
-    """Holding begins earlier in a picture of many steps, and errors of its first steps grow. Without a tolerance that
-    rises, the squared error of this picture with 50 steps is 5.5 times that with 16; with it, 3 times."""
-    drifts = {}
-    for steps in (16, 50):
+    """Holding begins earlier in a picture of many steps, and errors of its first steps grow."""
+    drifts = {16: 1.0, 50: 1.0}
+    for steps, seed in itertools.product(drifts, range(3)):
         plain, held = (
-            draw(tokenmerge.apply(flux, hold), steps, height=64, width=64, generator=torch.Generator().manual_seed(1))
+            draw(
+                tokenmerge.apply(flux, hold), steps, height=64, width=64, generator=torch.Generator().manual_seed(seed)
+            )
             for hold in (Hold(every=1), Hold())
         )
-        drifts[steps] = mse(plain, held)
+        drifts[steps] *= mse(plain, held) ** (1 / 3)
         assert tokenmerge.summary(flux).steps["held"] >= 5
-    assert drifts[50] < 4 * drifts[16]
+    assert drifts[50] < 3 * drifts[16]

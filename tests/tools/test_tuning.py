@@ -132,9 +132,9 @@ def test_candidates_are_different_and_repeat_by_their_seed(family: Family) -> No
         merging,
         f"{merging}:ratio=0.75",
         "hold",
-        "hold:tolerance=0.06",
+        "hold:tolerance=0.4",
         f"{merging} + hold",
-        f"{merging}:ratio=0.75 + hold:tolerance=0.06",
+        f"{merging}:ratio=0.75 + hold:tolerance=0.4",
     ]
     assert found[ALWAYS:] != drawn(family, 60, seed=4)[ALWAYS:]
     # What a table shows can be typed.

@@ -19,8 +19,9 @@ _END, _IN_A_ROW = 0.85, 0.07
 # With `every`, drift from one full step to the next that a schedule may lead to, over `every`: pictures decide nothing
 # there, and steps that move them far would wreck them.
 _EXPECTED = 0.01
-# Over a tolerance, drift that steps may lead to however far off they are: those far above the picture hardly move it.
-_HARDLY = 0.01
+# Over a tolerance, drift up to the next full step that steps are held with however far off they are, and that none are
+# held beyond.
+_HARDLY, _FAR = 0.01, 0.2
 # Distances, in those that were extrapolated over, from which on two points give no line.
 _TOO_FAR = 4.0
 # A full step makes up for no more than this, over its error: what it gives out bends more than it moves.
@@ -173,8 +174,11 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     drift = kept.drift_to(now)
     if drift is None:
         return False
+    # Far above the picture, steps hardly move it; below, a great stride may move it far.
+    if drift <= _HARDLY * hold.tolerance:
+        return True
     # Errors grow along the rest of a picture, the more the noisier it is.
-    return min(kept.error_at(now) / now.bends, drift / _HARDLY) <= hold.tolerance
+    return kept.error_at(now) / now.bends <= hold.tolerance and drift <= _FAR * hold.tolerance
 
 
 def _distance_to_end(now: Place, last: Place) -> int:

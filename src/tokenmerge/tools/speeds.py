@@ -7,10 +7,10 @@ from ..config import Hold, Techniques
 # From the picture of the plain model to the fewest full steps. Each goes by its own picture's errors.
 SPEEDS: dict[str, Techniques] = {
     "plain": Techniques(),
-    "careful": Techniques(hold=Hold(tolerance=0.005)),
+    "careful": Techniques(hold=Hold(tolerance=0.05)),
     "balanced": Techniques(hold=Hold()),
-    "fast": Techniques(hold=Hold(tolerance=0.06)),
-    "fastest": Techniques(hold=Hold(tolerance=0.2)),
+    "fast": Techniques(hold=Hold(tolerance=0.4)),
+    "fastest": Techniques(hold=Hold(tolerance=0.8)),
 }
 # The same for pictures in batches: steps are fixed, so that no picture depends on others.
 BATCHED_SPEEDS: dict[str, Techniques] = {

@@ -39,7 +39,7 @@ MERGE_AXES: Axes = {
 }
 HOLD_AXES: Axes = {
     "steps": (
-        *({"tolerance": tolerance, "every": None} for tolerance in (0.005, 0.01, 0.02, 0.04, 0.08)),
+        *({"tolerance": tolerance, "every": None} for tolerance in (0.05, 0.1, 0.2, 0.4, 0.8)),
         *({"tolerance": None, "every": every} for every in (2, 3, 5)),
     ),
     "start": _STARTS,
@@ -51,7 +51,7 @@ WHAT: tuple[Changes, ...] = tuple({"what": what} for what in ("auto", "blocks"))
 # Always among the candidates: what a user would try first.
 FIXED: dict[str, tuple[Changes, ...]] = {
     Merge.NAME: ({"ratio": 0.5}, {"ratio": 0.75}),
-    Hold.NAME: ({"tolerance": TOLERANCE}, {"tolerance": 3 * TOLERANCE}),
+    Hold.NAME: ({"tolerance": TOLERANCE}, {"tolerance": 2 * TOLERANCE}),
 }
 # More would take days.
 MOST = 1000
