@@ -11,8 +11,8 @@ named, which may have been timed otherwise; where the paper's figures of the sam
 an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
 (which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
 on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over), `drift` (how well Hold knows its drift), `goals` (what bounds
-Hold's speed, and its worst pictures), `noise` (what it drifts under
+(what residuals run straightest over), `making-up` (what full steps gain by making up for held ones), `drift` (how well
+Hold knows its drift), `goals` (what bounds Hold's speed, and its worst pictures), `noise` (what it drifts under
 schedulers that add noise) and `comfyui` (the nodes beside ComfyUI's own cache).
 """
 
@@ -278,6 +278,23 @@ def coordinates_table(names: list[str]) -> str:
     return markdown(["model", "schedule", *coordinates], rows)
 
 
+def making_up_table(names: list[str]) -> str:
+    """Squared errors with making up and without it."""
+    rows = []
+    for record in read(names):
+        hold = record["hold"]
+        how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
+        with_it, without = (sum(record["mse"][name]) / len(record["mse"][name]) for name in ("made_up", "not_made_up"))
+        share = f"{with_it / without:.2f}" if without else ""
+        left = "" if record["left"] is None else f"{100 * record['left']:.0f} %"
+        full = f"{record['full']['made_up']} of {record['steps']}"
+        rows.append(
+            [f"`{record['model']}`", record["schedule"], how, full, f"{without:.1f}", f"{with_it:.1f}", share, left]
+        )
+    header = ["model", "schedule", "how", "full steps", "MSE without", "MSE", "share", "what is left of misses"]
+    return markdown(header, rows)
+
+
 def drift_table(names: list[str]) -> str:
     """How well estimates of drift agree with the truth."""
     rows = []
@@ -341,6 +358,7 @@ KINDS = {
     "losses": losses_table,
     "serve": serve_table,
     "coordinates": coordinates_table,
+    "making-up": making_up_table,
     "drift": drift_table,
     "goals": goals_table,
     "comfyui": comfyui_table,
