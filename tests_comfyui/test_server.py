@@ -158,9 +158,7 @@ def test_a_node_acts_and_leaves_nothing_behind(server: Server, plain: Any, done:
 @pytest.mark.parametrize("kind", ["flux", "unet"])
 def test_a_tolerance_holds_less_where_it_is_small(server: Server, plain: Any, kind: str) -> None:
     first = plain(kind, steps=20)
-    some, more = (
-        Drawn(server, LOADERS[kind], hold(server, tolerance=tolerance), steps=20) for tolerance in (0.1, 0.8)
-    )
+    some, more = (Drawn(server, LOADERS[kind], hold(server, tolerance=tolerance), steps=20) for tolerance in (0.1, 0.8))
     assert some.steps.get("held", 0) < more.steps["held"]
     fewer = plain(kind, steps=20 - more.left_out)
     assert some.drift(first) < more.drift(first) < fewer.drift(first)
