@@ -9,7 +9,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.api import hosted, hosted_plan, way_out_of_noise
+from tokenmerge.applying import hosted, hosted_plan, way_out_of_noise
 from tokenmerge.config import Techniques
 from tokenmerge.families.base import Family
 from tokenmerge.planning import Plan

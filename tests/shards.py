@@ -26,7 +26,7 @@ import traces
 import zoo
 from denoisers import DENOISERS
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.api import token_maps
+from tokenmerge.applying import token_maps
 from tokenmerge.runtime.state import APPLIED
 
 STEPS = 8

@@ -22,6 +22,7 @@ LAYERS = [
     ["tools"],
     ["__init__"],
     ["api"],
+    ["applying"],
     ["planning", "compiling"],
     ["merging", "holding"],
     ["runtime"],
@@ -127,7 +128,7 @@ def test_nothing_but_the_public_surface_lies_at_the_root() -> None:
         *("__init__", "__main__", "api", "config", "errors", "presets"),
     }
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == {"compiling", "families", "holding", "merging", "planning", "runtime", "tools"}
+    assert folders == {"applying", "compiling", "families", "holding", "merging", "planning", "runtime", "tools"}
     assert {*RANK} == folders | {path.stem for path in PACKAGE.glob("*.py")}
 
 

@@ -199,7 +199,7 @@ def save_samples(pipe: DiffusionPipeline, denoiser: Any, path: Path, sizes: list
         sheet(taught + drawn, captions).save(path.with_stem(f"{path.stem}-{size}"), quality=85)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the teacher")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of flower_names.json")
@@ -218,7 +218,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     configure_backends()
     pipe = load_pipeline(args.model, args.device, torch.float32)
     denoiser: Any = pipe.transformer if isinstance(pipe, FluxPipeline) else pipe.unet

@@ -19,7 +19,7 @@ import tiny
 import tokenmerge
 import zoo
 from tokenmerge import Hold, Merge
-from tokenmerge.api import token_maps
+from tokenmerge.applying import token_maps
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.families.base import Block, Ports
 from tokenmerge.holding.sites import _clipped

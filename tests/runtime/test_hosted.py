@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tiny
 from tokenmerge import Hold, Merge
-from tokenmerge.api import hosted, hosted_plan
+from tokenmerge.applying import hosted, hosted_plan
 from tokenmerge.config import Techniques
 from tokenmerge.families import family_of
 from tokenmerge.planning import Summary

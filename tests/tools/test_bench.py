@@ -15,9 +15,9 @@ import torch
 import tiny
 import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError, presets
-from tokenmerge.api import latent_frames
 from tokenmerge.config import Techniques
 from tokenmerge.families import denoiser_of, family_of
+from tokenmerge.families.scales import latent_frames
 from tokenmerge.tools import bench
 from tokenmerge.tools.bench import comparison
 from tokenmerge.tools.bench.candidates import typical_step, visits

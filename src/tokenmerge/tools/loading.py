@@ -16,11 +16,11 @@ import diffusers
 import torch
 from torch import nn
 
-from ..api import latent_frames, plan
+from ..api import plan
 from ..config import Techniques
 from ..errors import TokenMergeError, did_you_mean, first_line
 from ..families import Family, denoiser_of, families, family_of
-from ..families.scales import latent_scales
+from ..families.scales import latent_frames, latent_scales
 from ..planning.plan import Plan
 from .random_models import RANDOM_MODELS
 

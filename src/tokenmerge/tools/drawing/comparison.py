@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from ... import api
+from ...applying import token_maps
 from ...errors import TokenMergeError
 from ...planning import Drift, told_steps
 from ...planning.drift import UNCALIBRATED
@@ -240,7 +241,7 @@ def _merges(configuration: Configuration) -> bool:
 
 def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:
     """What merged into what at the end, in the group with the most tokens, if there is one."""
-    group = max(api.token_maps(pipe), key=lambda group: group.grid.count, default=None)
+    group = max(token_maps(pipe), key=lambda group: group.grid.count, default=None)
     if group is None:
         return None
     scale = max(1, round(16 * group.grid.width / picture.width))
