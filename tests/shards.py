@@ -32,7 +32,7 @@ from tokenmerge.runtime.state import APPLIED
 STEPS = 8
 TECHNIQUES: dict[str, list[Merge | Hold]] = {
     "plain": [Hold(every=1)],
-    "hold": [Hold(tolerance=0.5)],
+    "hold": [Hold(tolerance=0.8)],
     "merge": [Merge(regions="tile:2x2")],
     "stripes": [Merge(regions="stripe:10")],
     "wide stripes": [Merge(regions="stripe:3")],
