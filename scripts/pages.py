@@ -21,6 +21,7 @@ from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import RECOMMENDED, presets
 from tokenmerge.tools.cli.main import parser
 from tokenmerge.tools.cli.options import EXAMPLES
+from tokenmerge.tools.fields import changes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -93,9 +94,7 @@ def _value(value: Any) -> str:
 def _presets() -> str:
     rows = []
     for name, technique in presets().items():
-        default = type(technique)()
-        values = {item.name: getattr(technique, item.name) for item in fields(technique)}
-        told = [f"`{name}={value!r}`" for name, value in values.items() if value != getattr(default, name)]
+        told = [f"`{field}={value!r}`" for field, value in changes(technique, type(technique)()).items()]
         rows.append([f"`{name}`", f"`{type(technique).__name__}`", ", ".join(told)])
     return markdown(["preset", "technique", "fields that it sets"], rows)
 
@@ -103,10 +102,10 @@ def _presets() -> str:
 def command_line_page() -> str:
     """Every command with its options."""
     listed = markdown(
-        ["command", "what it does"], [[f"[`{name}`](#{name})", _sentence(about)] for name, about in _about(parser())]
+        ["command", "what it does"], [[f"[`{name}`](#{name})", _sentence(about)] for name, about, _ in _commands()]
     )
     typed = markdown(["typed", "meaning"], [[f"`{text}`", _text(meaning)] for text, meaning in EXAMPLES.items()])
-    pages = "\n\n".join(_command(name, command) for name, command in _commands(parser()))
+    pages = "\n\n".join(_command(name, command) for name, _, command in _commands())
     return f"""{MADE}
 
 # Command line
@@ -203,16 +202,11 @@ def readme() -> str:
     return MODELS.sub(rf"\g<1>{models_table()}\n\g<2>", README.read_text(encoding="utf-8"))
 
 
-def _commands(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    for action in command._actions:
+def _commands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Of every command its name, what it does in short, and its parser."""
+    for action in parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
-
-
-def _about(command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    for action in command._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from ((str(each.dest), each.help or "") for each in action._choices_actions)
+            yield from ((each.dest, each.help or "", action.choices[each.dest]) for each in action._choices_actions)
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:

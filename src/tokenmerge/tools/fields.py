@@ -69,10 +69,15 @@ def write_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def differing(value: Any, base: Any) -> dict[str, str]:
-    """The fields of a dataclass in which it differs from another of its kind, as they are typed."""
+def changes(value: Any, base: Any) -> dict[str, Any]:
+    """The fields of a dataclass in which it differs from another of its kind."""
     values = {item.name: getattr(value, item.name) for item in fields(value)}
-    return {name: write_value(each) for name, each in values.items() if each != getattr(base, name)}
+    return {name: each for name, each in values.items() if each != getattr(base, name)}
+
+
+def differing(value: Any, base: Any) -> dict[str, str]:
+    """The same as they are typed."""
+    return {name: write_value(each) for name, each in changes(value, base).items()}
 
 
 def parse_size(text: str) -> tuple[int, int]:

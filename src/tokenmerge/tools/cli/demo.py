@@ -9,7 +9,6 @@ from ..fields import whole
 from . import options as shared
 
 _MODELS = ("tiny-sdxl", "tiny-flux")
-_HOST, _PORT = "127.0.0.1", 7860
 
 
 def add(commands: Any) -> None:
@@ -32,10 +31,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--host",
-        default=_HOST,
+        default="127.0.0.1",
         help="address to serve at; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
     )
-    parser.add_argument("--port", type=whole(1, 65535), default=_PORT, metavar="N", help="port (default: %(default)s)")
+    parser.add_argument("--port", type=whole(1, 65535), default=7860, metavar="N", help="port (default: %(default)s)")
     shared.add_machine_options(parser)
     shared.add_dtype(parser)
     parser.set_defaults(run=run)

@@ -53,8 +53,10 @@ class Command(argparse.ArgumentParser):
         if self._subparsers is not None:
             # What follows is a command's.
             return super().parse_known_args(args, namespace)
-        # Before argparse misses what was to be given by it, and after it has read files of arguments.
-        self._refuse_unknown(word for word in _before_dashes(args) if word.startswith("--") and " " not in word)
+        # Before argparse misses what was to be given by it, and after it has read files of arguments. After two dashes
+        # alone nothing is an option.
+        words = takewhile(lambda word: word != "--", args)
+        self._refuse_unknown(word for word in words if word.startswith("--") and " " not in word)
         known, rest = super().parse_known_args(args, namespace)
         self._refuse_unknown(word for word in rest if word.startswith("-"))
         return known, rest
@@ -130,13 +132,9 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     """What is chosen for all pictures."""
     parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
     parser.add_argument("--guidance", type=real(), metavar="N", help="strength of guidance (default: the model's)")
-    add_scheduler(parser)
-    add_size(parser)
-
-
-def add_scheduler(parser: argparse.ArgumentParser) -> None:
     told = f"{', '.join(SCHEDULERS)}: for all pictures, the plain ones too (default: the model's own)"
     parser.add_argument("--scheduler", choices=SCHEDULERS, metavar="NAME", help=told)
+    add_size(parser)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -244,8 +242,3 @@ def typed_command(words: Sequence[str], without: str | None = None) -> str:
 
 def print_json(value: Any) -> None:
     print(to_json(value, indent=2), end="")
-
-
-def _before_dashes(words: Sequence[str]) -> Iterable[str]:
-    """Words up to two dashes alone, after which nothing is an option."""
-    return takewhile(lambda word: word != "--", words)
