@@ -446,6 +446,21 @@ def test_without_the_bundled_models_it_is_told_how_to_get_them(
     assert "pip install tokenmerge-models" in printed
 
 
+def test_a_folder_does_not_hide_a_bundled_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-flux", "mine"):
+        (tmp_path / name).mkdir()
+    assert [loading.whole_path(name) for name in ("tiny-flux", "mine")] == [
+        "tiny-flux",
+        str(tmp_path.resolve() / "mine"),
+    ]
+    assert [loading.name_of(name) for name in ("mine", str(tmp_path / "mine"), "some/model")] == [
+        "mine",
+        "mine",
+        "some/model",
+    ]
+
+
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("presets") == 0
     lines = capsys.readouterr().out.splitlines()

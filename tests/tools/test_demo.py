@@ -530,7 +530,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["demo", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be served at" in capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be served at (Address already in use); give another" in capsys.readouterr().err
     assert main(["demo", "--port", "70000"]) == 2
     assert "--port: 70000 is out of range; it must be from 1 to 65535" in capsys.readouterr().err
 

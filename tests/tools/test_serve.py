@@ -34,11 +34,13 @@ import tiny
 from saved import save_sdxl
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.config import LARGEST_SEED, Techniques
+from tokenmerge.tools.addresses import is_loopback
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.serving import keys
 from tokenmerge.tools.serving.batching import Drawn, Failed, Queue, Waiting
-from tokenmerge.tools.serving.processes import check_listeners, is_loopback
-from tokenmerge.tools.serving.requests import Job, Limits, Offer, Refusal, Settings, read_order
+from tokenmerge.tools.serving.offer import Limits, Offer
+from tokenmerge.tools.serving.processes import check_listeners
+from tokenmerge.tools.serving.requests import Job, Refusal, Settings, read_order
 from tokenmerge.tools.serving.run import application
 from tokenmerge.tools.serving.sharing import may_share
 from tokenmerge.tools.serving.worker import Equipment, Worker
@@ -140,11 +142,8 @@ def test_a_merge_shares_a_batch_where_destinations_are_of_each_sample(kind: str)
 
 
 def test_a_hold_that_decides_for_a_batch_shares_none() -> None:
-    adaptive = Hold(every=3)
-    # As it is where errors decide.
-    object.__setattr__(adaptive, "every", None)
     denoiser = tiny.denoiser_of(tiny.build("sdxl"))
-    assert not may_share(Techniques(hold=adaptive), denoiser)
+    assert not may_share(Techniques(hold=Hold()), denoiser)
     assert may_share(Techniques(hold=Hold(every=3)), denoiser)
     assert may_share(Techniques(), denoiser)
 
@@ -292,7 +291,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--device", "cpu", "--port", str(port)]) == 2
-    assert f"--port {port} of 127.0.0.1 cannot be had (Address already in use)" in capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be served at (Address already in use); give another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["ray", "ray.serve", "starlette.requests", "prometheus_client"])
@@ -646,7 +645,8 @@ def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
 GUEST = """
 import sys
 from tokenmerge.errors import TokenMergeError
-from tokenmerge.tools.serving.run import Serving, application, run_server
+from tokenmerge.tools.serving.offer import Serving
+from tokenmerge.tools.serving.run import application, run_server
 
 address, model = sys.argv[1:]
 try:

@@ -218,6 +218,16 @@ def is_bundled(model: str) -> bool:
     return model in BUNDLED and find_spec(_BUNDLE) is not None
 
 
+def name_of(model: str) -> str:
+    """What strangers see of a model: of a folder its name, not where it lies."""
+    return Path(model).absolute().name if _is_folder(model) else model
+
+
+def whole_path(model: str) -> str:
+    """A folder by its whole path, for programs that run elsewhere; a bundled name or a hub id as it is."""
+    return str(Path(model).resolve()) if _is_folder(model) else model
+
+
 def load_denoiser(model: str, dtype: str | None, device: torch.device) -> nn.Module:
     """The denoiser of a pipeline, or one of `RANDOM_MODELS` with random weights."""
     if model not in RANDOM_MODELS:
@@ -240,7 +250,7 @@ _WAY_OUT = f"give a bundled name ({', '.join(BUNDLED)}), a diffusers folder or a
 
 def _place(model: str) -> str:
     """The folder of a bundled model, or what was given."""
-    if model not in BUNDLED or (not is_bundled(model) and Path(model).is_dir()):
+    if model not in BUNDLED or _is_folder(model):
         return model
     if not is_bundled(model):
         raise TokenMergeError(
@@ -249,6 +259,11 @@ def _place(model: str) -> str:
         )
     folder: Path = importlib.import_module(_BUNDLE).models()[model]
     return str(folder)
+
+
+def _is_folder(model: str) -> bool:
+    """Whether a name stands for a folder. Installed models go before folders of their names."""
+    return Path(model).is_dir() and not is_bundled(model)
 
 
 def _quieten_transformers() -> None:

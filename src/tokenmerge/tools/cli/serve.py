@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..fields import real, whole
-from ..speeds import BATCHED_SPEEDS, DEFAULT
+from ..serving.offer import Serving
+from ..speeds import BATCHED_SPEEDS
 from . import options as shared
 
 
@@ -22,32 +23,32 @@ def add(commands: Any) -> None:
         ),
     )
     shared.add_model(parser, "tiny-flux")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    _add_number(parser, "port", 8000, "port to listen on", most=65535)
+    parser.add_argument("--host", default=Serving.host, help="address to listen on (default: %(default)s)")
+    _add_number(parser, "port", "port to listen on", most=65535)
     parser.add_argument(
         "--keys",
         type=Path,
         metavar="FILE",
         help="file of API keys, one to a line (default: none; then only this machine can be served)",
     )
-    _add_number(parser, "replicas", 1, "pipelines that draw side by side; on GPUs each has its own")
-    _add_number(parser, "max-batch", 8, "pictures that are drawn together at most")
-    _add_number(parser, "max-queue", 64, "pictures that wait or are drawn at most; others get status 429")
-    _add_number(parser, "max-side", 2048, "pixels of a picture's longest side at most")
-    _add_number(parser, "max-steps", 100, "steps of a request at most")
-    _add_number(parser, "max-n", 10, "pictures of a request at most")
-    _add_number(parser, "max-prompt", 4000, "characters of a prompt at most")
+    _add_number(parser, "replicas", "pipelines that draw side by side; on GPUs each has its own")
+    _add_number(parser, "max-batch", "pictures that are drawn together at most")
+    _add_number(parser, "max-queue", "pictures that wait or are drawn at most; others get status 429")
+    _add_number(parser, "max-side", "pixels of a picture's longest side at most")
+    _add_number(parser, "max-steps", "steps of a request at most")
+    _add_number(parser, "max-n", "pictures of a request at most")
+    _add_number(parser, "max-prompt", "characters of a prompt at most")
     parser.add_argument(
         "--timeout",
         type=real(above=0),
-        default=600.0,
+        default=Serving.timeout,
         metavar="SECONDS",
-        help="seconds from a request to its answer at most (default: 600)",
+        help="seconds from a request to its answer at most (default: %(default)g)",
     )
     parser.add_argument(
         "--speed",
         choices=list(BATCHED_SPEEDS),
-        default=DEFAULT,
+        default=Serving.speed,
         help="speed of requests that name none (default: %(default)s)",
     )
     parser.add_argument(
@@ -58,18 +59,19 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--logs", type=Path, metavar="FOLDER", help="folder for Ray's logs (default: one that is removed at the end)"
     )
-    shared.add_machine_options(parser, threads=1)
+    shared.add_machine_options(parser, threads=Serving.threads)
     shared.add_dtype(parser)
     parser.set_defaults(run=run)
 
 
-def _add_number(parser: argparse.ArgumentParser, name: str, default: int, told: str, most: float = math.inf) -> None:
+def _add_number(parser: argparse.ArgumentParser, name: str, told: str, most: float = math.inf) -> None:
+    default = getattr(Serving, name.replace("-", "_"))
     parser.add_argument(
-        f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{told} (default: %(default)s)"
+        f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{told} (default: {default})"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    from ..serving.run import Serving, run_server
+    from ..serving.run import run_server
 
     run_server(Serving(**shared.given(options, Serving)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
-
 from ...config import Hold, Merge
 from ..drawing.studio import Studio
-from ..loading import is_bundled
+from ..fields import changes
+from ..loading import is_bundled, whole_path
 from .orders import Order
 
 _WIDTH = 100
@@ -23,7 +21,7 @@ def as_python(order: Order, studio: Studio) -> str:
     if techniques:
         names = sorted(type(each).__name__ for each in techniques)
         imports += ["", "import tokenmerge", f"from tokenmerge import {', '.join(names)}"]
-    model = f'models()["{studio.outline.model}"]' if bundled else _quoted(_place(studio.outline.model))
+    model = f'models()["{studio.outline.model}"]' if bundled else _quoted(whole_path(studio.outline.model))
     return "\n".join(
         [
             *imports,
@@ -42,10 +40,8 @@ def as_python(order: Order, studio: Studio) -> str:
 
 def written(technique: Merge | Hold) -> str:
     """A technique as it is made, with the fields that differ from the defaults."""
-    default = type(technique)()
-    values = {item.name: getattr(technique, item.name) for item in fields(technique)}
-    changed = [f"{name}={_quoted(value)}" for name, value in values.items() if value != getattr(default, name)]
-    return f"{type(technique).__name__}({', '.join(changed)})"
+    told = [f"{name}={_quoted(value)}" for name, value in changes(technique, type(technique)()).items()]
+    return f"{type(technique).__name__}({', '.join(told)})"
 
 
 def _applied(techniques: list[str]) -> list[str]:
@@ -61,11 +57,6 @@ def _call(order: Order, studio: Studio) -> list[str]:
     arguments = studio.request.arguments(studio.pipe) | {"prompt": order.prompt}
     lines = [f"    {name}={_quoted(value)}," for name, value in arguments.items()]
     return ["image = pipe(", *lines, f"    generator=torch.Generator().manual_seed({order.seed}),", ").images[0]"]
-
-
-def _place(model: str) -> str:
-    """A folder by its whole path, since a script may run elsewhere; a hub id as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _quoted(value: object) -> str:

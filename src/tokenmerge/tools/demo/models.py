@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ...errors import TokenMergeError
 from ..drawing.request import tells_steps
 from ..drawing.studio import Setup, Studio
-from ..loading import best_device
+from ..loading import best_device, name_of
 from ..typed import Configuration
 
 
@@ -62,11 +61,6 @@ class Models:
         first = key not in self._warm
         self._warm.add(key)
         return first
-
-
-def name_of(model: str) -> str:
-    """What visitors see: of a folder its name, not where it lies."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _check_drawing(studio: Studio) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import gradio as gr
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from ...errors import TokenMergeError
+from ..addresses import check_port
 from .gate import Gate
 from .models import Models
 from .page import build
@@ -104,14 +103,3 @@ def _theme() -> gr.themes.Base:
         input_shadow="none",
         button_secondary_shadow="none",
     )
-
-
-def check_port(host: str, port: int) -> None:
-    """Refuse an address that cannot be served at, before a model is loaded."""
-    try:
-        with closing(socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)):
-            pass
-    except OSError as error:
-        raise TokenMergeError(
-            f"{host}:{port} cannot be served at ({error.strerror or error}); give another --port or --host"
-        ) from error

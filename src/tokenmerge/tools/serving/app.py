@@ -20,12 +20,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...errors import TokenMergeError
+from ..addresses import is_private
 from .batching import Drawn, Failed
 from .keys import is_known
 from .metrics import CONTENT_TYPE, Metrics
-from .processes import bind_replica, is_private, proxy_address
+from .offer import Offer
+from .processes import bind_replica, proxy_address
 from .proxy import HEALTH, away, refused
-from .requests import Job, Offer, Order, Refusal, read_order
+from .requests import Job, Order, Refusal, read_order
 
 APPLICATION = "tokenmerge"
 WORKER = "Worker"

@@ -13,8 +13,10 @@ from ...errors import TokenMergeError
 _LEAST = 16
 
 
-def read_keys(path: Path) -> tuple[bytes, ...]:
+def read_keys(path: Path | None) -> tuple[bytes, ...]:
     """Digests of the keys in a file: one to a line; empty lines, and those that begin with #, are none."""
+    if path is None:
+        return ()
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

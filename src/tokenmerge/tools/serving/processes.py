@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
-import socket
 import time
 from typing import Any
 
 import psutil
 
 from ...errors import TokenMergeError
+from ..addresses import addresses_of, is_loopback
 from .proxy import CALLBACK
 
 # Ray's processes that nothing works without; Ray starts no others in their place.
@@ -53,7 +52,7 @@ def bind_replica() -> None:
 
 def check_listeners(host: str, port: int) -> None:
     """Refuse to go on where this process, or one that it started, listens beyond loopback, but for what was asked."""
-    here, asked = psutil.Process(), {(address, port) for address in _addresses(host)}
+    here, asked = psutil.Process(), {(address, port) for address in addresses_of(host)}
     for process in (here, *here.children(recursive=True)):
         try:
             name, connections = process.name(), process.net_connections("inet")
@@ -73,22 +72,6 @@ def proxy_address() -> tuple[str, int]:
 
     running = _get_global_client().http_config
     return running.host, running.port
-
-
-def is_private(host: str) -> bool:
-    """Whether only this machine reaches a host by name or address; an `OSError` if nobody knows it."""
-    return all(map(is_loopback, _addresses(host)))
-
-
-def _addresses(host: str) -> set[str]:
-    return {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it. 127.0.0.1 may be written as an IPv6 address."""
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
 
 
 def wait_while_alive() -> None:

@@ -1,4 +1,4 @@
-"""What a request may say, within which limits, and how it is refused."""
+"""What a request may say, and how it is refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from ...config import LARGEST_SEED
 from ...errors import did_you_mean
 from ..fields import Unreadable, parse_size
+from .offer import Limits, Offer
 
-# Of a body beside its prompt: names of fields, numbers, and escapes of every character.
-_OVERHEAD, _ESCAPED = 16_384, 12
 _FORMAT = "b64_json"
 _FIELDS = ("prompt", "model", "n", "size", "response_format", "seed", "steps", "speed", "user")
 # Seeds that nobody chose can be typed.
@@ -34,45 +33,6 @@ class Refusal(Exception):
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that one request may ask for."""
-
-    side: int = 2048  # pixels
-    steps: int = 100
-    n: int = 10  # pictures
-    prompt: int = 4000  # characters
-
-    @property
-    def body(self) -> int:
-        """Bytes of a body whose prompt is as long as it may be."""
-        return _OVERHEAD + _ESCAPED * self.prompt
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What is served: a model, its defaults and limits. Plain data, so that who reads requests needs no torch."""
-
-    model: str
-    size: tuple[int, int]  # width, height
-    steps: int
-    speed: str
-    batched: dict[str, bool]  # speeds, and whether pictures of each may share a batch
-    unit: int  # pixels that sides are multiples of
-    least: int  # pixels of the shortest side
-    limits: Limits
-
-    def to_dict(self, created: int) -> dict[str, Any]:
-        """As OpenAI has models, and beside it what may be asked for."""
-        limits, (width, height) = self.limits, self.size
-        more = {
-            "defaults": {"size": f"{width}x{height}", "steps": self.steps, "speed": self.speed},
-            "speeds": {name: {"batched": batched} for name, batched in self.batched.items()},
-            "limits": {"side": limits.side, "steps": limits.steps, "n": limits.n, "prompt": limits.prompt},
-        }
-        return {"id": self.model, "object": "model", "created": created, "owned_by": "tokenmerge", "tokenmerge": more}
 
 
 class Settings(NamedTuple):
@@ -108,8 +68,8 @@ class Order:
 
 def read_order(body: bytes, offer: Offer) -> Order:
     """What the body of a request asks for; a `Refusal` where it may not."""
-    fields = _fields(body, offer.limits)
     limits = offer.limits
+    fields = _fields(body, limits)
     prompt = _prompt(fields.get("prompt"), limits)
     n = _count(fields, "n", 1, limits.n, "pictures")
     steps = _count(fields, "steps", offer.steps, limits.steps, "steps")

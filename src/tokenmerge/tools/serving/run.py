@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 import signal
-import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import TokenMergeError, did_you_mean, first_line
-from ..loading import Outline, best_device, outline
-from ..speeds import BATCHED_SPEEDS, DEFAULT
+from ..addresses import check_port, is_private
+from ..loading import best_device, name_of, outline, whole_path
+from ..speeds import BATCHED_SPEEDS
 from .keys import read_keys
-from .processes import check_listeners, end_ray, is_private, prepare_ray, proxy_address, wait_while_alive
-from .requests import Limits, Offer
+from .offer import Offer, Serving
+from .processes import check_listeners, end_ray, prepare_ray, proxy_address, wait_while_alive
 from .sharing import may_share
 
 # Calls that a worker may have beyond the batch it draws, to choose the next one from.
@@ -32,71 +30,26 @@ _AHEAD = 4
 _STARTS = 3
 # Seconds that pictures have left where somebody does not wait for them.
 _GRACE = 10
-# Fields that are numbers from 1.
-_COUNTS = ("replicas", "threads", *(f"max_{name}" for name in ("batch", "queue", "side", "steps", "n", "prompt")))
 # Pictures on their way; Ray would take a third of the memory.
 _STORE = 256 * 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Serving:
-    """What to serve, where, and within which limits."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: Path | None = None
-    replicas: int = 1
-    max_batch: int = 8
-    max_queue: int = 64
-    max_side: int = Limits.side
-    max_steps: int = Limits.steps
-    max_n: int = Limits.n
-    max_prompt: int = Limits.prompt
-    timeout: float = 600.0
-    speed: str = DEFAULT
-    cluster: str | None = None
-    logs: Path | None = None
-    device: str | None = None
-    dtype: str | None = None
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        # Config files of Ray may say anything.
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise TokenMergeError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if not 0 < self.timeout < math.inf:
-            raise TokenMergeError(f"timeout is {self.timeout:g}; it must be a finite number above 0")
-        if self.speed not in BATCHED_SPEEDS:
-            raise TokenMergeError(f"speed is {self.speed!r}; choose from {', '.join(BATCHED_SPEEDS)}")
-
-    @property
-    def local(self) -> bool:
-        """Whether it runs on a Ray of its own, on this machine."""
-        return self.cluster is None
-
-    @property
-    def limits(self) -> Limits:
-        # More pictures than places would never be accepted.
-        return Limits(self.max_side, self.max_steps, min(self.max_n, self.max_queue), self.max_prompt)
-
-
 def run_server(serving: Serving) -> None:
     """Serve until interrupted."""
-    digests = read_keys(serving.keys) if serving.keys is not None else ()
+    digests = read_keys(serving.keys)
     _check_host(serving.host, bool(digests))
     if serving.local:
         _check_replicas(serving)
-    offer = offer_of(serving, outline(serving.model))
+    offer = _offer(serving)
     if serving.local:
-        _check_port(serving.host, serving.port)
+        check_port(serving.host, serving.port)
     with _ray(serving), _interrupted_by_sigterm():
         _serve(serving, offer, digests)
 
 
-def offer_of(serving: Serving, model: Outline) -> Offer:
+def _offer(serving: Serving) -> Offer:
     """What is served of a model that draws."""
+    model = outline(serving.model)
     model.drawing_class()
     width, height = model.own_size
     limits = serving.limits
@@ -105,7 +58,7 @@ def offer_of(serving: Serving, model: Outline) -> Offer:
             f"{serving.model} draws {width}x{height} by default, and --max-side is {limits.side}; raise it"
         )
     return Offer(
-        model=Path(serving.model).name if Path(serving.model).is_dir() else serving.model,
+        model=name_of(serving.model),
         size=(width, height),
         steps=min(model.defaults.steps, limits.steps),
         speed=serving.speed,
@@ -127,8 +80,8 @@ def application(arguments: Mapping[str, Any]) -> Any:
             raise TokenMergeError(f"args has {name!r}{did_you_mean(name, known)}; use any of {', '.join(known)}")
     path = arguments.get("keys")
     serving = Serving(**{"cluster": "auto", **arguments, "keys": Path(path) if path else None})
-    digests = read_keys(serving.keys) if serving.keys is not None else ()
-    return _bound(serving, offer_of(serving, outline(serving.model)), digests)
+    digests = read_keys(serving.keys)
+    return _bound(serving, _offer(serving), digests)
 
 
 def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
@@ -138,7 +91,7 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
     from .worker import Equipment, Worker
 
     equipment = Equipment(
-        model=_carried(serving.model),
+        model=whole_path(serving.model),
         device=serving.device,
         dtype=serving.dtype,
         threads=serving.threads,
@@ -171,11 +124,6 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
         **ends,
     )(Front)
     return front.bind(worker.bind(equipment), terms)
-
-
-def _carried(model: str) -> str:
-    """A model's name as replicas find it, which run in folders of their own."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
@@ -319,16 +267,3 @@ def _check_replicas(serving: Serving) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else serving.replicas
     if serving.replicas > gpus:
         raise TokenMergeError(f"--replicas is {serving.replicas}, each has a GPU, and there are {gpus}; use {gpus}")
-
-
-def _check_port(host: str, port: int) -> None:
-    """Ray would try for a minute."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        if sys.platform != "win32":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise TokenMergeError(
-                f"--port {port} of {host} cannot be had ({error.strerror}); give another --port"
-            ) from error
