@@ -38,12 +38,12 @@ from tokenmerge.tools.addresses import is_loopback
 from tokenmerge.tools.cli.main import main
 from tokenmerge.tools.serving import keys
 from tokenmerge.tools.serving.batching import Drawn, Failed, Queue, Waiting
-from tokenmerge.tools.serving.offer import Limits, Offer
+from tokenmerge.tools.serving.offer import Limits, Offer, Serving
 from tokenmerge.tools.serving.processes import check_listeners
 from tokenmerge.tools.serving.requests import Job, Refusal, Settings, read_order
 from tokenmerge.tools.serving.run import application
 from tokenmerge.tools.serving.sharing import may_share
-from tokenmerge.tools.serving.worker import Equipment, Worker
+from tokenmerge.tools.serving.worker import Worker
 from tokenmerge.tools.speeds import BATCHED_SPEEDS
 
 OFFER = Offer(
@@ -184,7 +184,7 @@ def test_a_worker_draws_each_picture_as_it_would_alone(
 ) -> None:
     monkeypatch.setitem(BATCHED_SPEEDS, "merged", Techniques(Merge(ratio=0.5), Hold(every=2, start=0.0)))
     batched = {"merged": True, "plain": False}
-    worker = Worker(Equipment(str(model), "cpu", None, 1, max_batch=4, batched=batched, local=False))
+    worker = Worker(Serving(model=str(model), device="cpu", max_batch=4, cluster="auto"), batched)
     settings = Settings(64, 64, 4, "merged")
     jobs = [Job(f"a rose {number}", number, settings) for number in range(4)]
     alone = [drawn_by(worker, [job])[0] for job in jobs]

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -24,7 +23,7 @@ from ..addresses import is_private
 from .batching import Drawn, Failed
 from .keys import is_known
 from .metrics import CONTENT_TYPE, Metrics
-from .offer import Offer
+from .offer import Offer, Serving
 from .processes import bind_replica, proxy_address
 from .proxy import HEALTH, away, refused
 from .requests import Job, Order, Refusal, read_order
@@ -37,17 +36,6 @@ _ATTEMPTS = 3
 _FRESH = 1.0
 _LEFT = 499
 _MOST_SECONDS_TO_WAIT = 60
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Whom the front serves, and how much of it."""
-
-    offer: Offer
-    digests: tuple[bytes, ...]  # of keys; empty where everybody may ask
-    max_queue: int
-    timeout: float
-    local: bool
 
 
 class Places:
@@ -92,19 +80,27 @@ class Places:
 
 
 class Front:
-    """Answers HTTP requests. Ray Serve gives it one replica."""
+    """Answers HTTP requests. Ray Serve gives it one replica. digests: of keys; empty where everybody may ask."""
 
-    def __init__(self, workers: DeploymentHandle, terms: Terms) -> None:
-        if terms.local:
+    def __init__(self, workers: DeploymentHandle, serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
+        if serving.local:
             bind_replica()
-        elif not terms.digests:
-            _check_private(*proxy_address())
+        elif not digests:
+            # Whoever has put the application on a cluster may not know where that listens.
+            host, port = proxy_address()
+            if not is_private(host):
+                raise TokenMergeError(
+                    f"the cluster serves at {host} port {port}, and without keys everybody there may draw; give keys, "
+                    "or start Serve at 127.0.0.1"
+                )
         # A config file of Ray may name it otherwise.
         self._application = serve.get_replica_context().app_name
         self._workers = workers
-        self._terms = terms
+        self._offer = offer
+        self._digests = digests
+        self._timeout = serving.timeout
         self._metrics = Metrics()
-        self._places = Places(terms.max_queue, self._metrics)
+        self._places = Places(serving.max_queue, self._metrics)
         self._created = int(time.time())
         self._health: tuple[float, Response] | None = None
         self._ending = False
@@ -140,14 +136,13 @@ class Front:
         method, answer = self._routes[path]
         if request.method != method:
             raise Refusal(405, f"{path} takes {method}; send that")
-        digests = self._terms.digests
-        if digests and path != HEALTH and not is_known(request.headers.get("authorization"), digests):
+        if self._digests and path != HEALTH and not is_known(request.headers.get("authorization"), self._digests):
             raise Refusal(401, "the API key is missing or unknown; send it as 'Authorization: Bearer KEY'")
         return await answer(request)
 
     async def _generate(self, request: Request) -> Response:
         begun = time.perf_counter()
-        order = read_order(await request.body(), self._terms.offer)
+        order = read_order(await request.body(), self._offer)
         if self._ending:
             raise away()
         with self._places.take(order.n):
@@ -160,10 +155,10 @@ class Front:
         """All pictures, or a refusal; nothing goes on in the background afterwards."""
         tasks = [asyncio.create_task(self._draw(job)) for job in jobs]
         try:
-            return await asyncio.wait_for(asyncio.gather(*tasks), self._terms.timeout)
+            return await asyncio.wait_for(asyncio.gather(*tasks), self._timeout)
         except asyncio.TimeoutError:
             raise Refusal(
-                503, f"there was no picture within {self._terms.timeout:g} seconds; send it again", retry_after=1
+                503, f"there was no picture within {self._timeout:g} seconds; send it again", retry_after=1
             ) from None
         finally:
             for task in tasks:
@@ -193,7 +188,7 @@ class Front:
         raise Refusal(503, f"{_ATTEMPTS} replicas died over this picture; send it again", retry_after=1)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._terms.offer.to_dict(self._created)]})
+        return JSONResponse({"object": "list", "data": [self._offer.to_dict(self._created)]})
 
     async def _healthz(self, request: Request) -> Response:
         """Whether a replica is there to draw."""
@@ -212,15 +207,6 @@ class Front:
 
     async def _page(self, request: Request) -> Response:
         return Response(self._metrics.page(), media_type=CONTENT_TYPE)
-
-
-def _check_private(host: str, port: int) -> None:
-    """Whoever has put the application on a cluster may not know where that listens."""
-    if not is_private(host):
-        raise TokenMergeError(
-            f"the cluster serves at {host} port {port}, and without keys everybody there may draw; give keys, or start "
-            "Serve at 127.0.0.1"
-        )
 
 
 def _replicas(application: str) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What to serve, where, and within which limits."""
+    """What to serve, where, and within which limits. Ray carries it to replicas on other machines."""
 
     model: str
     host: str = "127.0.0.1"

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,11 @@ def application(arguments: Mapping[str, Any]) -> Any:
 def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
     from ray import serve
 
-    from .app import WORKER, Front, Terms
-    from .worker import Equipment, Worker
+    from .app import WORKER, Front
+    from .worker import Worker
 
-    equipment = Equipment(
-        model=whole_path(serving.model),
-        device=serving.device,
-        dtype=serving.dtype,
-        threads=serving.threads,
-        max_batch=serving.max_batch,
-        batched=offer.batched,
-        local=serving.local,
-    )
-    terms = Terms(offer, digests, serving.max_queue, serving.timeout, serving.local)
+    # Replicas run in folders of their own.
+    serving = replace(serving, model=whole_path(serving.model))
     gpus = 1 if (serving.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda") else 0
     # Ours ends when all is drawn (`_end`). A cluster may end replicas at any time, to have fewer of them.
     ends: dict[str, Any] = {
@@ -123,7 +115,7 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
         max_constructor_retry_count=1,
         **ends,
     )(Front)
-    return front.bind(worker.bind(equipment), terms)
+    return front.bind(worker.bind(serving, offer.batched), serving, offer, digests)
 
 
 def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:

@@ -8,7 +8,6 @@ import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..loading import best_device, dtype_on, load_pipeline
 from ..measure import timed
 from ..speeds import BATCHED_SPEEDS
 from .batching import Drawn, Failed, Queue, Report, Waiting
+from .offer import Serving
 from .processes import bind_replica
 from .requests import Job, Settings
 
@@ -33,40 +33,27 @@ _TALKATIVE = ("diffusers", "transformers")
 _log = logging.getLogger("ray.serve")
 
 
-@dataclass(frozen=True)
-class Equipment:
-    """What every replica has. Plain data, which Ray carries to other machines."""
-
-    model: str
-    device: str | None
-    dtype: str | None
-    threads: int
-    max_batch: int
-    batched: Mapping[str, bool]  # speeds, and whether their pictures may share a batch
-    local: bool  # on this machine alone
-
-
 class _Abandoned(Exception):
     """Nobody waits for a batch any more."""
 
 
 class Worker:
-    """Draws what is waited for: the oldest job, and others of equal settings with it."""
+    """Draws what is waited for: the oldest job, and others of equal settings with it. batched: as of `Queue`."""
 
-    def __init__(self, equipment: Equipment) -> None:
-        if equipment.local:
+    def __init__(self, serving: Serving, batched: Mapping[str, bool]) -> None:
+        if serving.local:
             bind_replica()
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        torch.set_num_threads(equipment.threads)
-        self._device = best_device(equipment.device)
-        dtype = getattr(torch, dtype_on(self._device, equipment.dtype))
-        self._pipe, self._defaults = load_pipeline(equipment.model, dtype, self._device)
+        torch.set_num_threads(serving.threads)
+        self._device = best_device(serving.device)
+        dtype = getattr(torch, dtype_on(self._device, serving.dtype))
+        self._pipe, self._defaults = load_pipeline(serving.model, dtype, self._device)
         self._pipe.set_progress_bar_config(disable=True)
         self._stops = "callback_on_step_end" in inspect.signature(self._pipe.__call__).parameters
         self._speed: str | None = None
-        self._queue = Queue(equipment.max_batch, equipment.batched)
-        self._gather = _GATHER if equipment.max_batch > 1 else 0.0
+        self._queue = Queue(serving.max_batch, batched)
+        self._gather = _GATHER if serving.max_batch > 1 else 0.0
         # One pipeline draws one batch at a time.
         self._thread = ThreadPoolExecutor(1)
         self._drawing: asyncio.Task[None] | None = None
