@@ -168,28 +168,21 @@ _LAYER = BlockKind(replace(_X, nothing=(0,)))
 
 def _layers(unet: Any) -> list[tuple[str, nn.Module, int]]:
     """All layers after the first convolution, in the order they run, each with how often the latent was halved."""
+    sequences = [
+        *((f"input_blocks.{place}", each) for place, each in enumerate(unet.input_blocks)),
+        ("middle_block", unet.middle_block or ()),
+        *((f"output_blocks.{place}", each) for place, each in enumerate(unet.output_blocks)),
+    ]
     found, level = [], 0
-    for name, parts in (
-        ("input_blocks", unet.input_blocks),
-        ("middle_block", None),
-        ("output_blocks", unet.output_blocks),
-    ):
-        sequences = (
-            [(name, unet.middle_block)] if parts is None else [(f"{name}.{i}", each) for i, each in enumerate(parts)]
-        )
-        for path, sequence in sequences:
-            for number, layer in enumerate(sequence if sequence is not None else ()):
-                found.append((f"{path}.{number}", layer, level))
-                level += _halves(layer) - _doubles(layer)
+    for path, sequence in sequences:
+        for number, layer in enumerate(sequence):
+            found.append((f"{path}.{number}", layer, level))
+            level += _resizes(layer, Downsample) - _resizes(layer, Upsample)
     return found[1:]
 
 
-def _halves(layer: Any) -> bool:
-    return isinstance(layer, Downsample) or isinstance(getattr(layer, "h_upd", None), Downsample)
-
-
-def _doubles(layer: Any) -> bool:
-    return isinstance(layer, Upsample) or isinstance(getattr(layer, "h_upd", None), Upsample)
+def _resizes(layer: Any, kind: type[nn.Module]) -> bool:
+    return isinstance(layer, kind) or isinstance(getattr(layer, "h_upd", None), kind)
 
 
 def _stages(unet: Any) -> list[Block]:

@@ -32,7 +32,7 @@ def _setting(technique: type[Hold] | type[Merge], name: str, kind: str, default:
 
 
 HOLD = (
-    _setting(Hold, "tolerance", "float", TOLERANCE, " (unused with every)", least=0.01, step=0.01),
+    _setting(Hold, "tolerance", "float", TOLERANCE, " (unused with every)", least=0.01),
     _setting(Hold, "every", "int", 0, " (0: by the tolerance)", most=50, step=1),
     _setting(Hold, "start", "float", 0.0, _UNSET),
     _setting(Hold, "stop", "float", 1.0, least=0.01),

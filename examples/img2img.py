@@ -25,18 +25,16 @@ options = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 text_to_image = DiffusionPipeline.from_pretrained(options.model).to(device)
-size = {"height": options.size, "width": options.size}
+settings = {"height": options.size, "width": options.size, "num_inference_steps": options.steps}
 if options.image:
     begin = Image.open(options.image).convert("RGB").resize((options.size, options.size))
 else:
-    begin = text_to_image("a photo of an oxeye daisy", num_inference_steps=options.steps, **size).images[0]
+    begin = text_to_image("a photo of an oxeye daisy", **settings).images[0]
 
 pipe = AutoPipelineForImage2Image.from_pipe(text_to_image)
 # With a strength of 0.7 the loop begins at 30 % of the schedule, after the steps that Hold leaves full.
 tokenmerge.apply(pipe, Hold(every=3))
-image = pipe(options.prompt, image=begin, strength=options.strength, num_inference_steps=options.steps, **size).images[
-    0
-]
+image = pipe(options.prompt, image=begin, strength=options.strength, **settings).images[0]
 print(tokenmerge.summary(pipe))
 tokenmerge.remove(pipe)
 
