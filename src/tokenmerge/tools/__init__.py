@@ -1,1 +1,1 @@
-"""What people run: commands, drawing, benchmarks, evaluation, quality, tuning, the paper's tables, and a server."""
+"""What people run: commands, drawing, a page, a server, benchmarks, evaluation, tuning, healing, the paper's tables."""

@@ -1,4 +1,4 @@
-"""Time of a callable on any device, and a record of where it was measured."""
+"""Time, memory and operations of what runs on any device, and a record of where it was measured."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Stopwatch:
 
     def stop(self) -> None:
         """End the lap."""
-        if self._start is None:
-            raise RuntimeError("no lap was begun")
+        assert self._start is not None
         self._laps.append((self._start, self._now()))
         self._start = None
 

@@ -11,6 +11,7 @@ import gradio as gr
 from ...config import Hold, Merge, Techniques
 from ..fields import write_value
 from ..speeds import DEFAULT, SPEEDS
+from .looks import title_of
 from .models import Models
 from .orders import LARGEST_SEED, LONGEST_PROMPT, Order, fields_of, read_order, read_values
 
@@ -78,7 +79,7 @@ def make_controls(models: Models) -> Controls:
             _PROMPT, label="Prompt", lines=2, max_lines=6, max_length=LONGEST_PROMPT, elem_id="tm-prompt"
         )
         speed = gr.Radio(
-            [("same picture" if name == "plain" else name, name) for name in SPEEDS],
+            [(title_of(name), name) for name in SPEEDS],
             value=DEFAULT,
             label="Speed",
             info="From the plain model's own picture to the fewest full steps",

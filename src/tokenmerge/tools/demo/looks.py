@@ -26,7 +26,7 @@ def problem(sentence: str) -> str:
 
 def progress(now: Progress, doing: str | None = None) -> str:
     """Both pictures as strips of steps. doing: in place of what the progress says."""
-    name, steps = _name(now.order.configuration.label), now.order.request.steps
+    name, steps = title_of(now.order.configuration.label), now.order.request.steps
     kinds = [kind for kind in _KINDS if kind in {*now.plain.kinds, *now.fast.kinds}]
     legend = "".join(f'<span><i class="tm-{kind}"></i>{_KINDS[kind]}</span>' for kind in kinds)
     return (
@@ -47,7 +47,7 @@ def figures(pair: Pair) -> str:
     plain, fast = pair.plain, pair.fast
     cells = [
         ("plain", f"{plain.seconds:.2f} s", "time of the plain picture"),
-        (_name(fast.configuration.label), f"{fast.seconds:.2f} s", "time of the fast picture"),
+        (title_of(fast.configuration.label), f"{fast.seconds:.2f} s", "time of the fast picture"),
         ("speed-up", f"{fast.speed_up:.2f}x", "plain time over fast time"),
     ]
     for name, value in fast.drift.items():
@@ -64,7 +64,7 @@ def figures(pair: Pair) -> str:
 
 def sides(pair: Pair) -> str:
     """Which picture is on which side of the slider."""
-    name = escape(_name(pair.fast.configuration.label))
+    name = escape(title_of(pair.fast.configuration.label))
     return f'<p class="tm-sides"><span>◧ plain</span><span>{name} ◨</span></p>'
 
 
@@ -99,6 +99,6 @@ def _cell(title: str, value: str, meaning: str) -> str:
     return f'<div title="{escape(meaning, quote=True)}"><dt>{escape(title)}</dt><dd>{escape(value)}</dd></div>'
 
 
-def _name(label: str) -> str:
-    """Of the fast picture, which may be as plain as the other."""
+def title_of(label: str) -> str:
+    """What people see of a configuration: the fast picture may be as plain as the other."""
     return "same picture" if label == "plain" else label

@@ -23,13 +23,13 @@ class Models:
         dtype: str | None = None,
         threads: int | None = None,
     ) -> None:
-        setups = [Setup(model=model, dtype=dtype, threads=threads, safetensors=True) for model in models]
         self.device = best_device(device)
         self._studios: dict[str, Studio] = {}
-        for setup in setups:
-            name = name_of(setup.model)
+        for model in models:
+            name = name_of(model)
             if name in self._studios:
                 raise TokenMergeError(f"two models are called {name!r}; leave one out, or rename its folder")
+            setup = Setup(model=model, dtype=dtype, threads=threads, safetensors=True)
             self._studios[name] = Studio(setup, self.device)
             _check_drawing(self._studios[name])
         self._warm: set[Any] = set()
