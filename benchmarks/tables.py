@@ -56,7 +56,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def bench_tables(names: list[str]) -> str:
-    records = read(names)
+    records = [record for name in names for record in bench.read(RESULTS / name)]
     commands = dict.fromkeys(record["command"] for record in records)
     shown = "\n".join(commands)
     return f"```\n{shown}\n```\n\n{bench.report(records)}"

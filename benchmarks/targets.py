@@ -238,7 +238,7 @@ class Comparison:
         places = merge_places(denoiser, family_of(denoiser), self.merge)
         blocks = list({place.block.name: place.block for place in places if not place.skipped}.values())
         noising = Noising(studio.pipe, studio.request, self.merge)
-        adapter = Adapter(denoiser, blocks, asked.rank, asked.seed, ends=way.ends)
+        adapter = Adapter(denoiser, places, asked.rank, asked.seed, ends=way.ends)
         if way.unmerge:
             UnmergeWeights(adapter, blocks, self.merge)
         arguments = (adapter, noising, self.merge, studio.device, studio.dtype, min(asked.at_once, asked.batch))

@@ -15,8 +15,7 @@ from tokenmerge.tools.healing.adapter import Adapter
 
 def adapter_of(denoiser: Any, merge: Merge) -> Adapter:
     """An adapter that nothing was trained with."""
-    places = merge_places(denoiser, family_of(denoiser), merge)
-    return Adapter(denoiser, {place.block.name: place.block for place in places if not place.skipped}.values(), 2, 0)
+    return Adapter(denoiser, merge_places(denoiser, family_of(denoiser), merge), 2, 0)
 
 
 def healed(denoiser: Any, merge: Merge, path: Path, dtype: torch.dtype = torch.float32) -> Merge:

@@ -192,7 +192,6 @@ def train(args: argparse.Namespace, vae: AutoencoderKL, photographs: Tensor, dev
     optimizers = Optimizers(vae, args.lr, args.lr, ("encoder.conv_in", "decoder.conv_out"), decay=0.0)
     average = Average(vae, decay=0.998)
     clock = Clock(args.minutes, warmup_steps=100, decay_share=0.5, save_minutes=args.save_minutes)
-    step = 0
     while clock.running():
         images = draw_batch(photographs, args.batch, generator).contiguous(memory_format=torch.channels_last)
         halve = torch.rand((), generator=generator).item() < HALVED_SHARE
@@ -204,14 +203,13 @@ def train(args: argparse.Namespace, vae: AutoencoderKL, photographs: Tensor, dev
         loss.backward()
         optimizers.step(clock.factor())
         average.update()
-        if step % args.log_every == 0:
+        if clock.steps % args.log_every == 0:
             shown = ", ".join(f"{name} {value.item():.4f}" for name, value in terms.items())
-            print(f"vae step {step}, {clock.elapsed:.0f} s: {shown}", flush=True)
+            print(f"vae step {clock.steps}, {clock.elapsed:.0f} s: {shown}", flush=True)
         if clock.save_is_due():
             save_weights(average.state(), args.out, "vae_unfolded")
-        step += 1
     average.swap()
-    print(f"vae: {step} steps of {args.batch} in {clock.elapsed:.0f} s", flush=True)
+    print(f"vae: {clock.steps} steps of {args.batch} in {clock.elapsed:.0f} s", flush=True)
 
 
 def main() -> None:

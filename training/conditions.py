@@ -7,33 +7,28 @@ from pathlib import Path
 
 import torch
 from captions import Captioner
+from text import clip_outputs
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
-
-EMPTY = ""
 
 
 def make_captions(names: list[str], companions: list[str], each: int, seed: int = 2) -> list[str]:
     """`each` captions per flower, number `label * each + k`, and the empty prompt as the last."""
     captioner = Captioner(companions, seed)
-    return [captioner.caption(name) for name in names for _ in range(each)] + [EMPTY]
+    return [captioner.caption(name) for name in names for _ in range(each)] + [""]
 
 
 @torch.inference_mode()
 def encode_clip(folder: Path, texts: list[str], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The pooled state [n, d] for Flux; its projection [n, d] and layer -2 [n, 77, d] for SDXL."""
+    """`clip_outputs` of many texts: [n, d], [n, d] and [n, 77, d]."""
     tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_clip")
     model = CLIPTextModelWithProjection.from_pretrained(folder / "clip").to(device).eval()
-    pooled, projected, states = [], [], []
+    parts = []
     for start in range(0, len(texts), 512):
         batch = tokenizer(texts[start : start + 512], padding="max_length", truncation=True, return_tensors="pt")
-        ids = batch.input_ids.to(device)
-        output = model(ids, output_hidden_states=True)
-        end = (ids == model.config.eos_token_id).int().argmax(dim=1)
-        pooled.append(output.last_hidden_state[torch.arange(len(ids), device=device), end])
-        projected.append(output.text_embeds)
-        states.append(output.hidden_states[-2])
-    return torch.cat(pooled), torch.cat(projected), torch.cat(states)
+        parts.append(clip_outputs(model, batch.input_ids.to(device)))
+    pooled, projected, states = (torch.cat(part) for part in zip(*parts, strict=True))
+    return pooled, projected, states
 
 
 @torch.inference_mode()

@@ -12,7 +12,6 @@ step begins, for half of the pictures, where the student landed itself: there it
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import time
 from abc import ABC, abstractmethod
@@ -240,9 +239,7 @@ def main() -> None:
     device = torch.device(args.device)
     generator, dice = torch.Generator(device).manual_seed(args.seed), random.Random(args.seed)
     recent, pictures, since = [], 0, time.monotonic()
-    for number in itertools.count(1):
-        if not clock.running():
-            break
+    while clock.running():
         size = dice.choice(args.sizes)
         count = max(1, args.batch * 256**2 // max(size, 256) ** 2)
         captions = torch.randint(len(texts), (count,), generator=generator, device=device)
@@ -254,9 +251,9 @@ def main() -> None:
         optimizer.zero_grad()
         average.update()
         pictures += count
-        if number % args.log_every == 0:
+        if clock.steps % args.log_every == 0:
             speed = pictures / (time.monotonic() - since)
-            print(f"step {number}: loss {sum(recent) / len(recent):.4f}, {speed:.1f} pictures/s", flush=True)
+            print(f"step {clock.steps}: loss {sum(recent) / len(recent):.4f}, {speed:.1f} pictures/s", flush=True)
             recent, pictures, since = [], 0, time.monotonic()
     average.swap()
     args.out.mkdir(parents=True, exist_ok=True)

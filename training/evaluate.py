@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from autoencoder import psnr
 from data import Crop, cut, load_photographs, read_names
-from PIL import Image
 from samples import generate, load_pipeline
 from torch import Tensor
 
@@ -96,10 +96,6 @@ def spread(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(np.percentile(values, q)), 4) for name, q in named.items()}
 
 
-def as_tensor(images: Iterator[Image.Image]) -> Tensor:
-    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
-
-
 class Evaluation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -110,23 +106,21 @@ class Evaluation:
         # The flowers asked for are drawn as often as they are photographed, in a fixed order.
         order = torch.randperm(len(self.photographs.labels), generator=torch.Generator().manual_seed(0))
         self.asked = self.photographs.labels[order.repeat(args.count // len(order) + 1)[: args.count]]
-        self._inception: Inception | None = None
+
+    @cached_property
+    def inception(self) -> Inception:
+        return Inception(self.args.inception, torch.device(self.args.device))
 
     def features(self, images: Tensor) -> np.ndarray:
         """uint8 [n, 3, h, w] -> fp32 [n, 2048]."""
-        self._inception = self._inception or Inception(self.args.inception, torch.device(self.args.device))
-        return torch.cat([self._inception.of_many(part) for part in images.split(self.args.batch)]).numpy()
+        return torch.cat([self.inception.of_many(part) for part in images.split(self.args.batch)]).numpy()
 
     def real(self) -> Tensor:
         """All photographs at 256 px, uint8."""
-        parts = [to_bytes(cut(part, Crop(), SIZE)) for part in self.photographs.images.split(64)]
-        return torch.cat(parts)
+        return torch.cat([to_bytes(cut(part, Crop(), SIZE)) for part in self.photographs.images.split(64)])
 
     def real_features(self) -> np.ndarray:
-        return cached(
-            self.args.cache / "photographs_inception.npy",
-            lambda: self.features(self.real()),
-        )
+        return cached(self.args.cache / "photographs_inception.npy", lambda: self.features(self.real()))
 
     @torch.inference_mode()
     def reconstructed_features(self) -> np.ndarray:
@@ -163,16 +157,13 @@ class Evaluation:
                     batch=self.args.batch,
                     text_length=self.args.text_length,
                 )
-                return as_tensor(made).numpy()
+                return np.stack([np.array(image) for image in made]).transpose(0, 3, 1, 2)
 
             pieces.append(cached(self.cache / f"generated_{start:05d}.npy", compute))
         return torch.from_numpy(np.concatenate(pieces))
 
     def generated_features(self) -> np.ndarray:
-        return cached(
-            self.cache / "generated_inception.npy",
-            lambda: self.features(self.generated()),
-        )
+        return cached(self.cache / "generated_inception.npy", lambda: self.features(self.generated()))
 
     def psnr(self) -> dict[str, float]:
         held_back = self.photographs.part(True).images
@@ -241,10 +232,7 @@ def main() -> None:
     args = parser.parse_args()
     evaluation = Evaluation(args)
     keys = ("count", "steps", "guidance", "text_length", "seed", "dtype")
-    result: dict[str, object] = {
-        "model": args.model.name,
-        "setting": {key: getattr(args, key) for key in keys},
-    }
+    result: dict[str, object] = {"model": args.model.name, "setting": {key: getattr(args, key) for key in keys}}
     if args.json and args.json.exists():
         known = json.loads(args.json.read_text())
         # Parts measured before stay, if they were measured in the same way.

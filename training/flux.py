@@ -22,7 +22,6 @@ from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip, encode_t5
 from diffusers import FluxTransformer2DModel
 from loop import Material, add_options, batch_size, configure_backends, fit, prepare
-from optim import load_weights
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
@@ -98,10 +97,10 @@ def draw_times(count: int, tokens: int, generator: torch.Generator) -> Tensor:
 class Flow:
     """The rectified-flow loss over precomputed latents and caption embeddings."""
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, material: Material, device: torch.device) -> None:
-        self.args, self.model, self.material, self.device = args, model, material, device
-        self.pooled = encode_clip(args.text, material.captions, device)[0]
-        self.states = {n: encode_t5(args.text, material.captions, n, device).half() for n in TEXT_LENGTHS}
+    def __init__(self, args: argparse.Namespace, model: nn.Module, material: Material) -> None:
+        self.args, self.model, self.material, self.device = args, model, material, torch.device(args.device)
+        self.pooled = encode_clip(args.text, material.captions, self.device)[0]
+        self.states = {n: encode_t5(args.text, material.captions, n, self.device).half() for n in TEXT_LENGTHS}
         self.draw_captions = CaptionDraw(args.captions, material.classes)
         self.dice = random.Random(args.seed)
 
@@ -155,17 +154,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
-    device = torch.device(args.device)
     model = make_transformer(*args.layers)
-    if args.init:
-        model.load_state_dict(load_weights(args.init))
-    print(f"flux: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    material = prepare(args, device)
-    flow = Flow(args, model.to(device).train(), material, device)
+    material = prepare(args, "flux", model)
+    flow = Flow(args, model.to(args.device).train(), material)
     if args.compile:
         model.compile_repeated_blocks(dynamic=False)
     outer = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out")
-    fit(args, "flux", model, outer, flow.loss, flow.held_back_loss, device)
+    fit(args, "flux", model, outer, flow.loss, flow.held_back_loss)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from autoencoder import Views, encode_views, make_autoencoder
 from captions import read_sentences, without_flowers
 from conditions import make_captions
 from data import load_photographs, read_names
-from optim import Average, Clock, Optimizers, save_weights
+from optim import Average, Clock, Optimizers, load_weights, save_weights
 from torch import Tensor, nn
 
 
@@ -54,8 +54,12 @@ class Material:
     classes: int
 
 
-def prepare(args: argparse.Namespace, device: torch.device) -> Material:
-    """Decode the photographs, encode all views, write the captions."""
+def prepare(args: argparse.Namespace, name: str, model: nn.Module) -> Material:
+    """Load the weights to continue from, decode the photographs, encode all views, write the captions."""
+    if args.init:
+        model.load_state_dict(load_weights(args.init))
+    print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    device = torch.device(args.device)
     names = read_names(args.data)
     companions = without_flowers(read_sentences(args.prompts or args.data / "prompts"), names)
     everything = load_photographs(args.data, args.workers, args.limit)
@@ -86,13 +90,13 @@ def fit(
     adamw_names: tuple[str, ...],
     loss: Callable[[int, torch.Generator], Tensor],
     held_back_loss: Callable[[], float],
-    device: torch.device,
 ) -> None:
     """Train `model` until the clock runs out and write its averaged weights as `name.K.safetensors`.
 
     loss(size, generator) draws a batch at `size` pixels and returns its mean loss; held_back_loss() judges
     the averaged weights, always on the same latents, noise and times.
     """
+    device = torch.device(args.device)
     generator = torch.Generator(device).manual_seed(args.seed)
     dice = torch.Generator().manual_seed(args.seed)
     optimizers = Optimizers(model, args.lr, args.lr / 2, adamw_names, decay=0.1)
@@ -125,10 +129,8 @@ def fit(
         images += batch_size(args, size)
         if clock.steps % args.log_every == 0:
             shown, speed = recent.item() / args.log_every, images / (clock.elapsed - since)
-            print(
-                f"{name} step {clock.steps}, {clock.elapsed:.0f} s: loss {shown:.4f}, {speed:.0f} images/s",
-                flush=True,
-            )
+            told = f"loss {shown:.4f}, {speed:.0f} images/s"
+            print(f"{name} step {clock.steps}, {clock.elapsed:.0f} s: {told}", flush=True)
             recent.zero_()
             images, since = 0, clock.elapsed
         if clock.save_is_due() and clock.running():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 # Odd quintic p(x) = a x + b x^3 + c x^5 whose iteration drives singular values in (0, 1] to about 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
+LARGEST_FILE = 15 * 2**20
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -150,8 +151,8 @@ class Clock:
         return True
 
 
-def save_weights(state: dict[str, Tensor], folder: Path, name: str, limit: int = 15 * 2**20) -> list[Path]:
-    """Write fp16 safetensors `name.0.safetensors`, `name.1...`, none larger than `limit` bytes.
+def save_weights(state: dict[str, Tensor], folder: Path, name: str) -> None:
+    """Write fp16 safetensors `name.0.safetensors`, `name.1...`, none larger than 15 MiB.
 
     Each file appears whole or not at all, so that a run may be stopped while it saves.
     """
@@ -160,18 +161,15 @@ def save_weights(state: dict[str, Tensor], folder: Path, name: str, limit: int =
     size = 0
     for key, value in state.items():
         half = value.detach().half().cpu().contiguous()
-        if size + half.nbytes > limit - 2**16:
+        if size + half.nbytes > LARGEST_FILE - 2**16:
             parts.append({})
             size = 0
         parts[-1][key] = half
         size += half.nbytes
-    paths = []
     for index, part in enumerate(parts):
         path = folder / f"{name}.{index}.safetensors"
         save_file(part, path.with_suffix(".partial"))
         path.with_suffix(".partial").replace(path)
-        paths.append(path)
-    return paths
 
 
 def load_weights(files: Iterable[Path]) -> dict[str, Tensor]:

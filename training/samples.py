@@ -35,13 +35,6 @@ def load_pipeline(folder: Path, device: str, dtype: torch.dtype, lora: Path | No
     return pipe
 
 
-def guidance_options(pipe: DiffusionPipeline, guidance: float) -> dict:
-    """How each pipeline is asked for classifier-free guidance: Flux does it only with a negative prompt."""
-    if isinstance(pipe, FluxPipeline):
-        return {"true_cfg_scale": guidance, "negative_prompt": ""}
-    return {"guidance_scale": guidance}
-
-
 def generate(
     pipe: DiffusionPipeline,
     prompts: list[str],
@@ -53,16 +46,15 @@ def generate(
     text_length: int = 512,
 ) -> Iterator[Image.Image]:
     """One image per prompt. Image i has its own generator with seed `seed + i`, whatever the batch size."""
-    options = guidance_options(pipe, guidance)
-    if isinstance(pipe, FluxPipeline):
-        options["max_sequence_length"] = text_length
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
-        here = dict(options)
-        if "negative_prompt" in here:
-            here["negative_prompt"] = [here["negative_prompt"]] * len(part)
+        options = {"guidance_scale": guidance}
+        if isinstance(pipe, FluxPipeline):
+            # Without a negative prompt it does not guide.
+            options = {"true_cfg_scale": guidance, "negative_prompt": [""] * len(part)}
+            options["max_sequence_length"] = text_length
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
-        result = pipe(part, height=size, width=size, num_inference_steps=steps, generator=generators, **here)
+        result = pipe(part, height=size, width=size, num_inference_steps=steps, generator=generators, **options)
         yield from result.images
 
 
@@ -88,19 +80,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
-    parser.add_argument("--names", nargs="+", default=NAMES)
-    parser.add_argument("--count", type=int, help="of these names, from the first (default: all)")
-    parser.add_argument("--template", default="a photo of a {}")
+    parser.add_argument("--count", type=int, help="flowers (default: all sixteen)")
     parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/samples"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    names = list(args.names)[: args.count]
-    prompts = [args.template.format(name) for name in names]
+    names = list(NAMES[: args.count])
+    prompts = [f"a photo of a {name}" for name in names]
     for folder in args.models:
-        pipe = load_pipeline(folder, args.device, getattr(torch, args.dtype), args.lora)
+        pipe = load_pipeline(folder, args.device, torch.float32, args.lora)
         for size in args.sizes:
             began = time.monotonic()
             images = list(

@@ -20,7 +20,6 @@ from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip
 from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
 from loop import Material, add_options, batch_size, configure_backends, fit, prepare
-from optim import load_weights
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
@@ -66,15 +65,15 @@ def make_unet() -> UNet2DConditionModel:
 class Diffusion:
     """The v-prediction loss over precomputed latents and caption embeddings."""
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, material: Material, device: torch.device) -> None:
-        self.args, self.model, self.material, self.device = args, model, material, device
-        _, projected, states = encode_clip(args.text, material.captions, device)
+    def __init__(self, args: argparse.Namespace, model: nn.Module, material: Material) -> None:
+        self.args, self.model, self.material, self.device = args, model, material, torch.device(args.device)
+        _, projected, states = encode_clip(args.text, material.captions, self.device)
         # Both text encoders of the pipeline are this one. The last row is the pipeline's "no prompt": zeros.
         doubled = torch.cat([states, states], dim=-1)
         self.states = torch.cat([doubled, torch.zeros_like(doubled[:1])])
         self.pooled = torch.cat([projected, torch.zeros_like(projected[:1])])
         self.draw_captions = CaptionDraw(args.captions, material.classes)
-        self.signal = EulerDiscreteScheduler(**SCHEDULER).alphas_cumprod.to(device)
+        self.signal = EulerDiscreteScheduler(**SCHEDULER).alphas_cumprod.to(self.device)
 
     def predict(self, noisy: Tensor, steps: Tensor, captions: Tensor, time_ids: Tensor) -> Tensor:
         added = {"text_embeds": self.pooled[captions], "time_ids": time_ids}
@@ -124,16 +123,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
-    device = torch.device(args.device)
     model = make_unet()
-    if args.init:
-        model.load_state_dict(load_weights(args.init))
-    print(f"sdxl: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    material = prepare(args, device)
-    model.to(device, memory_format=torch.channels_last).train()
-    diffusion = Diffusion(args, torch.compile(model, dynamic=False) if args.compile else model, material, device)
+    material = prepare(args, "sdxl", model)
+    model.to(args.device, memory_format=torch.channels_last).train()
+    diffusion = Diffusion(args, torch.compile(model, dynamic=False) if args.compile else model, material)
     outer = ("conv_in", "conv_out", "time_embedding", "add_embedding")
-    fit(args, "sdxl", model, outer, diffusion.loss, diffusion.held_back_loss, device)
+    fit(args, "sdxl", model, outer, diffusion.loss, diffusion.held_back_loss)
 
 
 if __name__ == "__main__":

@@ -114,13 +114,19 @@ def make_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
     return T5EncoderModel(config)
 
 
-def read_clip(model: CLIPTextModelWithProjection, ids: Tensor) -> list[Tensor]:
-    """What the pipelines read, as vectors [b, WIDTH]: Flux the state at the end of the text, SDXL its
-    projection and the last but one layer at every position (here their mean)."""
+def clip_outputs(model: CLIPTextModelWithProjection, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the pipelines read: Flux the state at the end of the text [b, d], SDXL its projection [b, d] and the last
+    but one layer [b, n, d]."""
     output = model(ids, output_hidden_states=True)
     end = (ids == model.config.eos_token_id).int().argmax(dim=1)
-    pooled = output.last_hidden_state[torch.arange(len(ids)), end]
-    return [pooled, output.text_embeds, output.hidden_states[-2].mean(dim=1)]
+    pooled = output.last_hidden_state[torch.arange(len(ids), device=ids.device), end]
+    return pooled, output.text_embeds, output.hidden_states[-2]
+
+
+def read_clip(model: CLIPTextModelWithProjection, ids: Tensor) -> list[Tensor]:
+    """The same as vectors [b, WIDTH]: of the layer its mean over all positions."""
+    pooled, projected, states = clip_outputs(model, ids)
+    return [pooled, projected, states.mean(dim=1)]
 
 
 def read_t5(model: T5EncoderModel, ids: Tensor) -> list[Tensor]:
@@ -245,7 +251,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=Path("data/prompts"), help="folder of the prompt files")
     parser.add_argument("--teacher", type=Path, help="folder of a MiniLM sentence encoder; without it no distillation")
     parser.add_argument("--out", type=Path, default=Path("build/text"))
-    parser.add_argument("--encoders", nargs="+", choices=("clip", "t5"), default=("clip", "t5"))
     parser.add_argument("--captions", type=int, default=150, help="captions per flower with a teacher's embedding")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=192)
@@ -277,8 +282,7 @@ def main() -> None:
         ),
         "t5": (train_t5_tokenizer, make_t5, read_t5, (T5_LENGTHS, T5_LENGTH_SHARES), (32, 128, 512)),
     }
-    for kind in args.encoders:
-        train_tokenizer, make, read, lengths, test_lengths = makers[kind]
+    for kind, (train_tokenizer, make, read, lengths, test_lengths) in makers.items():
         tokenizer = train_tokenizer(corpus)
         tokenizer.save_pretrained(args.out / f"tokenizer_{kind}")
 

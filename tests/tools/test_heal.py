@@ -83,8 +83,8 @@ def trainer_of(size: tuple[int, int], rank: int) -> Trainer:
     studio = Studio(Setup(model="tiny-flux", size=size, device="cpu", threads=1))
     denoiser = denoiser_of(studio.pipe)
     noising = Noising(studio.pipe, studio.request, merge)
-    blocks = {place.block.name: place.block for place in merge_places(denoiser, family_of(denoiser), merge)}
-    return Trainer(Adapter(denoiser, blocks.values(), rank, 0), noising, merge, studio.device, "float32", at_once=8)
+    adapter = Adapter(denoiser, merge_places(denoiser, family_of(denoiser), merge), rank, 0)
+    return Trainer(adapter, noising, merge, studio.device, "float32", at_once=8)
 
 
 def test_the_loss_falls(pictures: Path) -> None:

@@ -41,7 +41,7 @@ class Candidate:
         if self.techniques == NO_TECHNIQUES:
             return phases
         if merge is not None and merge.method == "lower-bound":
-            return [_renamed(phase, "reuse") for phase in phases]
+            return [re.sub("select|reweigh", "reuse", phase) for phase in phases]
         return [f"first {phases[0]}", *phases[1:]]
 
 
@@ -109,8 +109,3 @@ def _told(label: str, merge: Merge | None) -> str:
     if merge is None or "ratio=" in label or " + " in label:
         return label
     return f"{label}{',' if ':' in label else ':'}ratio={merge.ratio:g}"
-
-
-def _renamed(phase: str, name: str) -> str:
-    """A phase as if `name` were what it renews."""
-    return re.sub("select|reweigh|reuse", name, phase)

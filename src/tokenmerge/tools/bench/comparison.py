@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,16 @@ class Task:
             if mode not in MODES:
                 raise TokenMergeError(f"mode {mode!r} is unknown{did_you_mean(mode, MODES)}; use {', '.join(MODES)}")
 
-    def settings(self, device: torch.device, sizes: Sequence[tuple[int, int]]) -> list[Setting]:
+    def settings(self, model: Outline, device: torch.device) -> list[Setting]:
         """Of every comparison."""
         usual = ON_GPU if device.type == "cuda" else ON_CPU
         warmups = usual.warmups if self.warmups is None else self.warmups
         settle = usual.settle if self.settle is None else self.settle
         counts = (self.steps, warmups, settle, self.repeats or usual.repeats, self.loops)
+        frames = self.frames or model.family.frames
         return [
-            Setting(self.model, width, height, batch, mode, *counts, self.command, self.frames or 1)
-            for width, height in sizes
+            Setting(self.model, width, height, batch, mode, *counts, self.command, frames)
+            for width, height in self.sizes or (model.own_size,)
             for batch in self.batches
             for mode in self.modes
         ]
@@ -101,15 +102,15 @@ def run(task: Task) -> list[dict[str, Any]]:
         torch.set_num_threads(task.threads)
     model = outline(task.model)
     candidates = candidates_for(typed or read_configurations(default_techniques(model.family), task.ratios))
-    task = replace(task, sizes=task.sizes or (model.own_size,), frames=task.frames or model.family.frames)
-    for width, height in task.sizes or ():
-        _check(model, candidates, task, width, height)
+    settings = task.settings(model, device)
+    for setting in _of_sizes(settings):
+        _check(model, candidates, setting)
     if task.out is not None:
         check_writable(task.out)
     measured = Measured(task.out if task.resume else None, environment(device))
     rows = [
         (setting, candidate, measured.take({**candidate.to_dict(), **vars(setting)}))
-        for setting in task.settings(device, task.sizes or ())
+        for setting in settings
         for turn in range(task.rounds)
         for candidate in (candidates if turn % 2 == 0 else candidates[::-1])
     ]
@@ -126,9 +127,10 @@ def _measure(
     records = []
     with tqdm(total=len(left), unit="row", leave=False) as progress:
         progress.set_description("trial")
-        for width, height in task.sizes or ():
-            new = {each.label: each for setting, each in left if (setting.width, setting.height) == (width, height)}
-            _try(denoiser, list(new.values()), task, model, width, height)
+        for setting in _of_sizes([setting for setting, _ in left]):
+            size = setting.width, setting.height
+            new = {each.label: each for other, each in left if (other.width, other.height) == size}
+            _try(denoiser, list(new.values()), task, model, setting)
         for setting, candidates in groupby(rows, key=lambda row: row[0]):
             arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
             for _, candidate, record in candidates:
@@ -137,7 +139,7 @@ def _measure(
                     try:
                         record = measure_candidate(denoiser, arguments, candidate, setting)
                     except torch.OutOfMemoryError as error:
-                        raise _too_large(task, device, setting.width, setting.height, setting.batch) from error
+                        raise _too_large(task, device, setting) from error
                     if task.out is not None:
                         append_line(task.out, json.dumps(record))
                     progress.update()
@@ -145,22 +147,26 @@ def _measure(
     return records
 
 
-def _check(model: Outline, candidates: Sequence[Candidate], task: Task, width: int, height: int) -> None:
+def _of_sizes(settings: Sequence[Setting]) -> list[Setting]:
+    """One of every size, with the smallest batch."""
+    smallest_last = sorted(settings, key=lambda setting: -setting.batch)
+    return list({(setting.width, setting.height): setting for setting in smallest_last}.values())
+
+
+def _check(model: Outline, candidates: Sequence[Candidate], setting: Setting) -> None:
     """Refuse what the model cannot do at a size, as far as its config files tell."""
+    width, height = setting.width, setting.height
     model.check_size(width, height)
     for candidate in candidates:
         try:
-            model.plan(candidate.techniques, width, height, steps=task.steps, frames=task.frames)
+            model.plan(candidate.techniques, width, height, steps=setting.steps, frames=setting.frames)
         except TokenMergeError as error:
-            raise _refused(candidate, width, height, error) from error
+            raise _refused(candidate, setting, error) from error
 
 
-def _try(
-    denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model: Outline, width: int, height: int
-) -> None:
+def _try(denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model: Outline, setting: Setting) -> None:
     """Refuse what only a run tells before anything is timed: every candidate runs until it merges."""
-    batch = min(task.batches)
-    arguments = model.example(denoiser, batch, width, height, task.frames)
+    arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
 
     def call() -> None:
         with torch.inference_mode():
@@ -173,20 +179,21 @@ def _try(
             reach(loop, call, phases, trial_step(phases))
             call()
         except torch.OutOfMemoryError as error:
-            raise _too_large(task, next(denoiser.parameters()).device, width, height, batch) from error
+            raise _too_large(task, next(denoiser.parameters()).device, setting) from error
         # Also the denoiser's own checks: a size it has no positions for, say.
         except ValueError as error:
-            raise _refused(candidate, width, height, error) from error
+            raise _refused(candidate, setting, error) from error
         finally:
             api.remove(denoiser)
 
 
-def _refused(candidate: Candidate, width: int, height: int, error: Exception) -> TokenMergeError:
-    return TokenMergeError(f"{candidate.label} is refused at {width}x{height}: {error}")
+def _refused(candidate: Candidate, setting: Setting, error: Exception) -> TokenMergeError:
+    return TokenMergeError(f"{candidate.label} is refused at {setting.width}x{setting.height}: {error}")
 
 
-def _too_large(task: Task, device: torch.device, width: int, height: int, batch: int) -> TokenMergeError:
+def _too_large(task: Task, device: torch.device, setting: Setting) -> TokenMergeError:
+    kept = f" (what was measured is in {task.out})" if task.out and task.out.is_file() else ""
     return TokenMergeError(
-        f"{device} has too little memory for {task.model} at {width}x{height}, batch {batch}; use a smaller size "
-        "or batch" + (f" (what was measured is in {task.out})" if task.out and task.out.is_file() else "")
+        f"{device} has too little memory for {task.model} at {setting.width}x{setting.height}, batch {setting.batch}; "
+        f"use a smaller size or batch{kept}"
     )

@@ -47,8 +47,7 @@ class Measured:
 
 
 def _key(row: dict[str, Any]) -> str:
-    # Of pictures, older files do not say that there is one frame.
-    return json.dumps([row.get(name, 1) if name == "frames" else row[name] for name in _SAME], sort_keys=True)
+    return json.dumps([row[name] for name in _SAME], sort_keys=True)
 
 
 def _mended(path: Path) -> list[dict[str, Any]]:
@@ -88,5 +87,6 @@ def _parsed(text: str, path: Path) -> list[dict[str, Any]]:
             raise TokenMergeError(
                 f"line {number} of {path} is of tokenmerge 0.1, which had other techniques; {_WAY_OUT}"
             )
-        records.append(record)
+        # Of pictures, older files do not say that there is one frame.
+        records.append({"frames": 1, **record})
     return records

@@ -19,7 +19,7 @@ def report(records: Iterable[dict[str, Any]]) -> str:
     parts = []
     for found in comparisons(records):
         first, rows = found[0], pool(found)
-        where, frames = first["environment"], first.get("frames", 1)
+        where, frames = first["environment"], first["frames"]
         over = f", {frames} frames" if frames > 1 else ""
         commits = dict.fromkeys(each["environment"].get("commit", "") for each in found)
         at = f", commits {', '.join(commits)}" if len(commits) > 1 else ""
@@ -37,9 +37,8 @@ def comparisons(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]
     with the one that an earlier commit has timed under the same conditions."""
     by_commit: dict[str, tuple[str, list[dict[str, Any]]]] = {}
     for record in records:
-        # Of pictures, older files do not say that there is one frame.
-        told = [record[name] for name in ("model", "width", "height", "batch", "mode", "steps")]
-        setting = json.dumps([*told, record.get("frames", 1), conditions(record["environment"])])
+        told = [record[name] for name in ("model", "width", "height", "frames", "batch", "mode", "steps")]
+        setting = json.dumps([*told, conditions(record["environment"])])
         key = f"{setting} {record['environment'].get('commit')}"
         by_commit.setdefault(key, (setting, []))[1].append(record)
     found: dict[str, list[dict[str, Any]]] = {}

@@ -35,7 +35,7 @@ class Setting:
     repeats: int
     loops: int  # whole schedules to run from end to end as well
     command: str  # that asked for it
-    frames: int = 1  # of a video
+    frames: int
 
 
 class Loop:
@@ -88,7 +88,7 @@ def measure_candidate(
                 f"({reasons[0]}); use mode 'eager' or 'compiled'"
             )
         peak = peak_memory(device)
-        whole = [_time_loop(loop, call, device, setting.steps) for _ in range(setting.loops)]
+        whole = [timed(lambda: begin_image(loop, call, setting.steps), device)[1] for _ in range(setting.loops)]
         summary = api.summary(denoiser)
         if device.type == "cuda" and "graph" not in setting.mode:
             launches = _launches(loop, call, phases)
@@ -150,10 +150,6 @@ def _time_phases(
 
 def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch]:
     return {phase: Stopwatch(device) for phase in dict.fromkeys(phases)}
-
-
-def _time_loop(loop: Loop, call: Callable[[], None], device: torch.device, steps: int) -> float:
-    return timed(lambda: begin_image(loop, call, steps), device)[1]
 
 
 def begin_image(loop: Loop, call: Callable[[], None], steps: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...config import Merge
-from ...families.base import Block
 from ...merging.lora import METADATA, metadata_of
+from ...merging.places import MergePlace
 from ..files import write_file
 
 _NAME = "healing"
@@ -20,25 +20,24 @@ _OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 class Adapter:
-    """Layers of a LoRA on the linear layers of blocks. Its weights are fp32, whatever the denoiser's are.
+    """Layers of a LoRA on the linear layers of blocks that merge. Its weights are fp32, whatever the denoiser's are.
 
     ends: only layers whose names end so.
     """
 
-    def __init__(self, denoiser: Any, blocks: Iterable[Block], rank: int, seed: int, *, ends: str = "") -> None:
+    def __init__(self, denoiser: Any, places: Iterable[MergePlace], rank: int, seed: int, *, ends: str = "") -> None:
         from peft import LoraConfig
 
         self.denoiser = denoiser
         self._rank = rank
-        self._width = 0
-        names = []
-        for block in blocks:
-            self._width = self._width or block.width
-            names += [
-                f"{block.name}.{name}"
-                for name, module in block.module.named_modules()
-                if _is_changed(name, module) and name.endswith(ends)
-            ]
+        blocks = list({place.block.name: place.block for place in places if not place.skipped}.values())
+        self._width = blocks[0].width
+        names = [
+            f"{block.name}.{name}"
+            for block in blocks
+            for name, module in block.module.named_modules()
+            if _is_changed(name, module) and name.endswith(ends)
+        ]
         denoiser.requires_grad_(False)
         with torch.random.fork_rng():
             torch.manual_seed(seed)

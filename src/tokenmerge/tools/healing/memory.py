@@ -35,16 +35,18 @@ def told_memory(device: torch.device) -> Iterator[None]:
 def check_memory(trainer: Trainer, device: torch.device) -> None:
     """Refuse more pictures at once than fit, with how many do; where memory can be told."""
     each, free = bytes_of_one(trainer, device), _free_bytes(device)
+    if each is None or free is None:
+        return
     # The optimizer keeps two numbers for every weight, beside its gradient.
     kept = 3 * sum(weight.numel() * weight.element_size() for weight in trainer.adapter.weights.values())
-    count = trainer.at_once
-    if each is None or free is None or kept + count * each <= _USABLE * free:
+    needed, usable = kept + trainer.at_once * each, _USABLE * free
+    if needed <= usable:
         return
-    fits = int((_USABLE * free - kept) / each)
-    needs, there = ((kept + count * each) / _GIB, free / _GIB)
+    fits = int((usable - kept) / each)
     way_out = f"use --at-once {fits}" if fits >= 1 else "use a smaller --size or --rank"
     raise TokenMergeError(
-        f"training with {count} at once takes about {needs:.1f} GiB, and {device} has {there:.1f} GiB free; {way_out}"
+        f"training with {trainer.at_once} at once takes about {needed / _GIB:.1f} GiB, and {device} has "
+        f"{free / _GIB:.1f} GiB free; {way_out}"
     )
 
 

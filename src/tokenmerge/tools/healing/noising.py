@@ -49,6 +49,7 @@ def joined(calls: Sequence[NoisedCall]) -> NoisedCall:
 
 
 def _joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """The tensors of all parts together. rows: of each part."""
     first = parts[0]
     if isinstance(first, dict):
         return {name: _joined([part[name] for part in parts], rows) for name in first}
@@ -147,8 +148,8 @@ class Noising:
         rows = []
         for caption in [captions] if isinstance(captions, str) else captions:
             given.arguments["prompt"] = [caption]
-            rows.append(self._kept.get(caption, lambda: _on_cpu(original(*given.args, **given.kwargs))))
-        return tuple(_stacked(parts, self._pipe._execution_device) for parts in zip(*rows, strict=True))
+            rows.append(self._kept.get(caption, lambda: _moved(original(*given.args, **given.kwargs), "cpu")))
+        return _moved(_joined(rows, [1] * len(rows)), self._pipe._execution_device)
 
 
 def _timesteps_from(scheduler: Any, step: int, count: int, *_: Any, **__: Any) -> tuple[Tensor, int]:
@@ -176,15 +177,8 @@ class _Kept:
         return value
 
 
-def _stacked(parts: Sequence[Any], device: torch.device) -> Any:
-    """What was encoded of each prompt, together; or what all share, such as positions of text."""
-    if not isinstance(parts[0], Tensor):
-        return parts[0]
-    return (torch.cat(list(parts)) if parts[0].shape[0] == 1 else parts[0]).to(device)
-
-
-def _on_cpu(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(each.cpu() if isinstance(each, Tensor) else each for each in values)
+def _moved(values: Sequence[Any], device: torch.device | str) -> tuple[Any, ...]:
+    return tuple(each.to(device) if isinstance(each, Tensor) else each for each in values)
 
 
 @contextmanager

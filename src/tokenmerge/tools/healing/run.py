@@ -73,11 +73,9 @@ def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
     check_folder(out)
     accelerator = _accelerator(asked)
     try:
-        run = _Run(asked, out, accelerator, resume)
-        outcome = run.do()
+        return _Run(asked, out, accelerator, resume).do()
     except KeyboardInterrupt as interrupt:
         raise interrupted(out) from interrupt
-    return outcome
 
 
 def _accelerator(asked: Healing) -> Any:
@@ -161,9 +159,8 @@ class _Run:
         """The model, ready to train."""
         denoiser = denoiser_of(self._studio.pipe)
         places = merge_places(denoiser, family_of(denoiser), self.merge)
-        blocks = {place.block.name: place.block for place in places if not place.skipped}
         noising = Noising(self._studio.pipe, self._studio.request, self.merge)
-        adapter = Adapter(denoiser, blocks.values(), self.asked.rank, self.asked.seed)
+        adapter = Adapter(denoiser, places, self.asked.rank, self.asked.seed)
         # A picture that is drawn by itself has destinations of its own.
         at_once = self.asked.at_once or (1 if shares_destinations(places) else self.asked.batch)
         at_once = min(at_once, self.asked.batch)

@@ -26,8 +26,7 @@ def layers(points: Sequence[Point]) -> list[list[Point]]:
     left, found = list(points), []
     while left:
         found.append(front(left))
-        taken = {point.configuration.label for point in found[-1]}
-        left = [point for point in left if point.configuration.label not in taken]
+        left = [point for point in left if point not in found[-1]]
     return found
 
 
