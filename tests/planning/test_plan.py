@@ -158,10 +158,10 @@ def test_a_summary_of_nothing() -> None:
         ({"full": 4, "merged": 6, "held": 10}, "4 full, 6 merged, 10 held."),
         ({"held": 2, "full": 3}, "3 full, 2 held."),
         ({"merged": 5, "skipped": 5}, "5 merged, 5 skipped by a cache."),
-        ({"full": 4}, f"4 full: nothing was saved. For so few steps, at more drift: {HOLDS_MORE}, or {MERGE}."),
+        ({"full": 4}, f"4 full: nothing was saved. At more drift: {HOLDS_MORE}, or {MERGE}."),
         (
             {"full": 1},
-            "1 full: nothing was saved. For so few steps, at more drift: Hold(every=2, start=0) in 3 steps or more",
+            "1 full: nothing was saved. At more drift: Hold(every=2, start=0) in 3 steps or more",
         ),
         ({"full": 4, "skipped": 4}, "4 full, 4 skipped by a cache: merging saved nothing."),
     ],
@@ -231,7 +231,7 @@ def test_nobody_is_told_to_merge_what_cannot_be_merged() -> None:
         case.call(denoiser, step)
     told = str(tokenmerge.summary(denoiser))
     assert HOLDS_MORE in told
-    assert "erge" not in told.partition("For so few steps")[2]
+    assert "erge" not in told.partition("At more drift")[2]
 
 
 def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:

@@ -81,7 +81,7 @@ def told_steps(steps: Mapping[str, int], hold: Hold | None = None, merging: str 
     total, held = sum(steps.values()), steps.get(HELD, 0)
     if not steps.get(MERGED) and not held:
         saved = "merging saved nothing" if steps.get("skipped") else "nothing was saved"
-        return f"{told}: {saved}. For so few steps, at more drift: {_saves_more(steps, merging)}."
+        return f"{told}: {saved}. At more drift: {_saves_more(steps, merging)}."
     # With every=1 nobody asks for held steps.
     asked = hold is not None and hold.acts
     if (asked or held) and held < _LITTLE * total:
