@@ -39,7 +39,7 @@ class TokenMergeHold(io.ComfyNode):
         return _schema(
             "TokenMergeHold",
             "Hold (tokenmerge)",
-            "Runs fewer steps: between full steps blocks do not run, and their residual is extrapolated.",
+            "Runs fewer steps: those between full steps skip the blocks and extrapolate their residual.",
         )
 
     @classmethod

@@ -20,7 +20,7 @@ from tokenmerge.families.generic import OBSTACLES
 from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import RECOMMENDED, presets
 from tokenmerge.tools.cli.main import parser
-from tokenmerge.tools.cli.options import EXAMPLES
+from tokenmerge.tools.cli.options import EXAMPLES, RIVALS
 from tokenmerge.tools.fields import changes
 
 ROOT = Path(__file__).parent.parent
@@ -104,25 +104,23 @@ def command_line_page() -> str:
     listed = markdown(
         ["command", "what it does"], [[f"[`{name}`](#{name})", _sentence(about)] for name, about, _ in _commands()]
     )
-    typed = markdown(["typed", "meaning"], [[f"`{text}`", _text(meaning)] for text, meaning in EXAMPLES.items()])
+    examples = EXAMPLES | RIVALS
+    typed = markdown(["typed", "meaning"], [[f"`{text}`", _text(meaning)] for text, meaning in examples.items()])
     pages = "\n\n".join(_command(name, command) for name, _, command in _commands())
     return f"""{MADE}
 
 # Command line
 
-`pip install "tokenmerge[generate]"` has what `generate` needs, `"tokenmerge[demo]"` what `demo` needs,
-`"tokenmerge[serve]"` what `serve` needs, and
-`"tokenmerge[eval]"` what all others need.
-`tokenmerge COMMAND --help` prints what this page says.
-
-Sizes are width x height in pixels: `1024x768`.
+[Install](getting-started.md#install) says which extra each command needs. `tokenmerge COMMAND --help` prints what this
+page says. Sizes are width x height in pixels: `1024x768`.
 
 {listed}
 
 ## Techniques as typed
 
 All commands take techniques in one form: a preset or a file, then fields after a colon. ` + ` joins Merge and Hold.
-`eval` and `generate` also take [rivals](evaluation.md#rivals). [Options](options.md) lists presets and fields.
+Only `eval` and `generate` take [rivals](evaluation.md#rivals), the last two rows.
+[Options](options.md) lists presets and fields.
 
 {typed}
 

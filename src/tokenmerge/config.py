@@ -161,8 +161,8 @@ class Merge(Technique):
             (tile:4x4), or frames x height x width of a video (tile:2x4x4)
         merge_regions: where tokens merge, if not in the same regions: larger ones of the same kind, or whole
         selection: how toma picks destinations: facility-location, graph-cut, stochastic, random or uniform
-        similarity: of two tokens: cosine or dot
-        temperature: of the softmax over destinations; near 0, merging is the mean of each cluster
+        similarity: how alike two tokens are: cosine or dot
+        temperature: temperature of the softmax over destinations; near 0, merging is the mean of each cluster
         merge: what a merged token is: the mean of its cluster, or its destination (pick)
         unmerge: the map back: transpose or pinv
         sites: merge once per block, or per component (the paper's form)
@@ -174,8 +174,8 @@ class Merge(Technique):
         weights_every: steps between renewals of the weights
         start: share of the schedule that runs whole before merging begins
         stop: share of the schedule after which merging ends
-        seed: of random selections
-        backend: of the operations: auto, reference or triton
+        seed: the seed of random selections
+        backend: what runs the operations: auto, reference or triton
         lora: file of a LoRA that tokenmerge heal has trained for these settings; it acts in merged steps only
     """
 
@@ -271,16 +271,16 @@ TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class Hold(Technique):
-    """Run fewer steps: between full steps blocks do not run, and their residual is extrapolated from the last two.
+    """Run fewer steps: those between full steps skip the blocks, and extrapolate their residual from the last two.
 
     Attributes:
-        tolerance: relative error that an extrapolated residual may have, where noise and picture are equal; less where
-            there is more noise. The errors that full steps show tell how long to hold; 0.2 unless every is given
-        every: instead of a tolerance, steps from one full step to the next, on average; they lie closer at first. 1
-            holds nothing
-        start: share of the noise that goes before holding begins. Unless it is given, the first steps run in full by
-            what they show, and with every as long as the schedule takes great strides, 0.2 at least
-        stop: share of the noise that goes before holding ends
+        tolerance: relative error that an extrapolated residual may have where noise and picture are equal; more noise
+            allows less. Errors of full steps tell how long to hold; 0.2 unless every is given
+        every: instead of a tolerance, the mean number of steps from one full step to the next; they lie closer at
+            first. 1 holds nothing
+        start: share of the noise that is gone when holding begins. By default the errors decide; with every it is 0.2,
+            and steps that move the picture far run in full
+        stop: share of the noise that is gone when holding ends
         what: what is held: transformer blocks (blocks), all stages of a UNet with their convolutions (stages), or the
             clean prediction of the whole denoiser (prediction). auto takes stages where they can be held; under
             schedulers that add noise, blocks of a UNet, and elsewhere the prediction

@@ -16,6 +16,7 @@ from tokenmerge.config import METHODS
 from tokenmerge.tools import loading
 from tokenmerge.tools.bench.comparison import MODES, ON_CPU, ON_GPU
 from tokenmerge.tools.cli.main import main, parser
+from tokenmerge.tools.cli.options import RIVALS
 from tokenmerge.tools.loading import BUNDLED, outline
 from tokenmerge.tools.quality.metrics import BY_NAME
 from tokenmerge.tools.quality.networks import CLIP_MODEL, DINO_MODEL
@@ -395,6 +396,14 @@ def test_help_tells_what_the_code_has(command: str, words: str, capsys: pytest.C
     with pytest.raises(SystemExit):
         run(command, "--help")
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "plan", "bench", "tune"])
+def test_help_shows_rivals_where_they_may_be_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    printed = capsys.readouterr().out
+    assert all((typed in printed) == (command in ("generate", "eval")) for typed in RIVALS)
 
 
 @pytest.mark.parametrize("command", ["plan", "generate", "bench", "eval", "tune", "serve"])

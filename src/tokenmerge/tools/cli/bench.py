@@ -16,13 +16,12 @@ def add(commands: Any) -> None:
         help="time a denoiser plain and with techniques",
         description=shared.described(
             "Time a denoiser by kind of step and over a whole schedule, count its launches and measure its memory. "
-            "It runs plain, with each technique, and where tokens merge linearly with the bound of that. Prints "
-            "Markdown tables."
+            "It runs plain and with each technique; linear merging is timed beside its bound. Prints Markdown tables."
         ),
     )
     add_, count = parser.add_argument, whole()
     shared.add_model(parser, "tiny-flux", random=True)
-    shared.add_techniques(parser)
+    shared.add_techniques(parser, rivals=False)
     shared.add_ratios(parser)
     add_("--sizes", type=parse_sizes, metavar="WxH,...", help="width x height in pixels (default: the model's)")
     shared.add_frames(parser)
@@ -37,7 +36,7 @@ def add(commands: Any) -> None:
     add_("--steps", type=count, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
     runs = "untimed runs of every kind of step, with graphs at least 2 (default: 5 on a GPU, else 1)"
     add_("--warmups", type=whole(0), metavar="N", help=runs)
-    add_("--settle", type=real(least=0), metavar="N", help="seconds to warm up at least (default: 2 on a GPU, else 0)")
+    add_("--settle", type=real(least=0), metavar="N", help="least seconds of warming up (default: 2 on a GPU, else 0)")
     add_("--repeats", type=count, metavar="N", help="timed runs of every kind of step (default: 20 on a GPU, else 5)")
     add_("--loops", type=whole(0), default=0, metavar="N", help="whole schedules to time as well (default: 0)")
     add_(

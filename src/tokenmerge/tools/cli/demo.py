@@ -17,8 +17,8 @@ def add(commands: Any) -> None:
         help="open a page that draws pictures plain and fast, side by side",
         description=shared.described(
             "Serve a page on this machine. It draws a picture plain and with a technique, shows both with a slider "
-            "between them, and tells times and drift. Visitors choose among the models that are named here, and name "
-            "no others. Only safetensors are loaded, and no code beside a model runs.",
+            "between them, and tells times and drift. Visitors choose among these models "
+            "only. Only safetensors are loaded, and no code beside a model runs.",
         ),
     )
     parser.add_argument(

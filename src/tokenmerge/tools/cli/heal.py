@@ -42,8 +42,8 @@ def add(commands: Any) -> None:
         "--at-once",
         type=count,
         metavar="N",
-        help="pictures of them in a call; more are faster on a GPU and take more memory (default: all, or one where "
-        "the pictures of a batch share destinations, as on Flux)",
+        help="pictures in one call of the denoiser; more are faster on a GPU and take more memory (default: all, or "
+        "one where the pictures of a batch share destinations, as on Flux)",
     )
     add_("--lr", type=real(above=0), default=5e-4, metavar="N", help="highest learning rate (default: 0.0005)")
     add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of everything (default: 0)")
@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
         "--denoising-steps",
         type=count,
         metavar="N",
-        help="steps of a picture, whose noise levels are trained (default: the model's)",
+        help="steps of the schedule whose noise levels are trained (default: the model's)",
     )
     add_("--guidance", type=real(), metavar="N", help="strength of guidance (default: the model's)")
     shared.add_size(parser)

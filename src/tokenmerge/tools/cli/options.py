@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
@@ -29,9 +29,12 @@ EXAMPLES = {
     "toma:components=self_attention,mlp": "a list: what has no = belongs to the field before it",
     '"unet:ratio=0.5 + hold:every=4"': "both techniques",
     "my.yaml": "a YAML or JSON file, as `tokenmerge tune` writes it",
+    "mine@toma:regions=whole": "under a name of your own",
+}
+# What `eval` and `generate` also take.
+RIVALS = {
     '"none + mag:threshold=0.06"': "a step cache: first-block, mag, taylorseer, faster, cache-dit or deepcache",
     '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
-    "mine@toma:regions=whole": "under a name of your own",
 }
 FAMILY_DEFAULT = (
     "default: the merging preset of the model's family, unet or dit (for video name `video`); hold; and both"
@@ -85,7 +88,10 @@ def described(*paragraphs: str) -> str:
     return "\n\n".join(textwrap.fill(paragraph, _WIDTH) for paragraph in paragraphs)
 
 
-def add_techniques(parser: argparse.ArgumentParser, default: str = FAMILY_DEFAULT, about: str = "to compare") -> None:
+def add_techniques(
+    parser: argparse.ArgumentParser, default: str = FAMILY_DEFAULT, about: str = "to compare", rivals: bool = True
+) -> None:
+    """rivals: whether step caches and schedules go with them."""
     parser.add_argument(
         "--techniques",
         nargs="+",
@@ -93,7 +99,7 @@ def add_techniques(parser: argparse.ArgumentParser, default: str = FAMILY_DEFAUL
         metavar="TECHNIQUE",
         help=f"techniques {about}; see below ({default})",
     )
-    parser.epilog = techniques_help()
+    parser.epilog = techniques_help(EXAMPLES | RIVALS if rivals else EXAMPLES)
 
 
 def add_ratios(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +111,10 @@ def add_ratios(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def techniques_help() -> str:
+def techniques_help(examples: Mapping[str, str]) -> str:
     """How techniques are typed, and what their fields mean, from the classes themselves."""
     lines = ["techniques as typed:"]
-    lines += [f"  {typed:36}  {meaning}" for typed, meaning in EXAMPLES.items()]
+    lines += [f"  {typed:36}  {meaning}" for typed, meaning in examples.items()]
     for technique in (Merge, Hold):
         lines += ["", f"fields of {technique.__name__}, with defaults that presets may change:"]
         docs = technique.field_docs()
@@ -209,7 +215,7 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help='print JSON instead of a table; what is infinite is the text "inf"'
+        "--json", action="store_true", help='print JSON instead of a table; infinite values are the text "inf"'
     )
 
 

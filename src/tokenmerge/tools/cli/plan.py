@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         ),
     )
     shared.add_model(parser, "tiny-flux", random=True)
-    shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan")
+    shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan", rivals=False)
     shared.add_size(parser)
     shared.add_frames(parser)
     parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")

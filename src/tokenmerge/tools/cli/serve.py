@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="serve a model over HTTP, as OpenAI's clients ask for pictures",
         description=shared.described(
             "Serve a model at /v1/images/generations until interrupted. Requests of equal size, steps and speed are "
-            "drawn in batches, and the same seed gives the same picture in each. Needs tokenmerge[serve]."
+            "drawn in batches, and a seed gives the same picture in any batch. Needs tokenmerge[serve]."
         ),
     )
     shared.add_model(parser, "tiny-flux")
@@ -32,18 +32,18 @@ def add(commands: Any) -> None:
         help="file of API keys, one to a line (default: none; then only this machine can be served)",
     )
     _add_number(parser, "replicas", "pipelines that draw side by side; on GPUs each has its own")
-    _add_number(parser, "max-batch", "pictures that are drawn together at most")
-    _add_number(parser, "max-queue", "pictures that wait or are drawn at most; others get status 429")
-    _add_number(parser, "max-side", "pixels of a picture's longest side at most")
-    _add_number(parser, "max-steps", "steps of a request at most")
-    _add_number(parser, "max-n", "pictures of a request at most")
-    _add_number(parser, "max-prompt", "characters of a prompt at most")
+    _add_number(parser, "max-batch", "most pictures that are drawn together")
+    _add_number(parser, "max-queue", "most pictures that wait or are drawn; others get status 429")
+    _add_number(parser, "max-side", "most pixels along a picture's longest side")
+    _add_number(parser, "max-steps", "most steps of a request")
+    _add_number(parser, "max-n", "most pictures of a request")
+    _add_number(parser, "max-prompt", "most characters of a prompt")
     parser.add_argument(
         "--timeout",
         type=real(above=0),
         default=Serving.timeout,
         metavar="SECONDS",
-        help="seconds from a request to its answer at most (default: %(default)g)",
+        help="most seconds from a request to its answer (default: %(default)g)",
     )
     parser.add_argument(
         "--speed",

@@ -25,14 +25,14 @@ def add(commands: Any) -> None:
     add_, count = parser.add_argument, whole()
     _add_goal(parser)
     shared.add_model(parser, "tiny-flux")
-    shared.add_techniques(parser, about="to search, with fields that are typed as they are")
+    shared.add_techniques(parser, about="to search; fields that you type stay as they are", rivals=False)
     add_(
         "--rivals",
         nargs="+",
         action="extend",
         metavar="RIVAL",
         help="step caches and schedules to show beside the last rung, as in cache-dit or unipc:steps=14, or none "
-        "(default: all that are installed and that the model can have)",
+        "(default: all that are installed and fit the model)",
     )
     shared.add_prompt_options(parser, default="flowers")
     add_("--candidates", type=count, default=24, metavar="N", help="candidates in the first rung (default: 24)")
@@ -77,7 +77,7 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
         "--speed-up",
         type=real(above=1),
         metavar="N",
-        help="wished, as in 1.5: find the least drift for it (default: none)",
+        help="speed-up to reach, as in 1.5: find the least drift (default: none)",
     )
     parser.add_argument("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
 
