@@ -139,7 +139,7 @@ def models_page() -> str:
 
 # Models
 
-`apply` takes a pipeline of diffusers or its denoiser. What can be done depends on the class of the denoiser.
+`apply` takes a pipeline of diffusers or its denoiser. The class of the denoiser decides what can be done.
 Each class below has a table in `src/tokenmerge/families`, from which this page is made.
 `tokenmerge.supported_models()` lists them. Most [other denoisers](#other-denoisers) can be held.
 
@@ -158,17 +158,18 @@ Each class below has a table in `src/tokenmerge/families`, from which this page 
 
 ## How they are tested
 
-Every pipeline above is built with tiny random weights, and a contract is held against it. Without effect (ratio 0,
-`every=1`) pictures equal the plain ones bit for bit, and so they do after `remove`. Rotary tables, masks and
-modulations follow their tokens. Batches, sizes, lengths of text and guidance may change from call to call. Blocks
-compile once. Random weights say nothing about how good pictures are: that was measured with trained weights on
-`tiny-flux` and `tiny-sdxl` only ([Fidelity](fidelity.md)).
+Every pipeline above is built with tiny random weights and passes one contract. Pictures equal the plain ones bit for
+bit at ratio 0, at `every=1` and after `remove`. Rotary tables, masks and modulations follow their tokens. Batches,
+sizes, lengths of text and guidance may change from call to call. Blocks compile once. Random weights say nothing about
+how good pictures are. We measured that with trained weights, on `tiny-flux` and `tiny-sdxl` only
+([Fidelity](fidelity.md)).
 
 ## Other denoisers
 
 A denoiser without a table can be held if it has lists of blocks of one class and is given a timestep.
 The first call shows which blocks follow each other, and `summary` says what is held. Where something happens between
-all of them, as in Bria Fibo, that call is refused. Without a table nothing is merged. Some cannot be:
+all of them, as in Bria Fibo, the call is refused ([how it works](generic.md)). Without a table nothing is merged. These
+models cannot merge:
 
 {obstacles}
 """
