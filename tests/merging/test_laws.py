@@ -16,7 +16,7 @@ from tokenmerge.config import Regions
 from tokenmerge.families.calls import DenoiserCall, Shard, TokenGrid
 from tokenmerge.merging.controller import Merging
 from tokenmerge.merging.grid import (
-    drawn_image,
+    drawn_alone,
     invert_order,
     join_regions,
     layout_for,
@@ -503,13 +503,11 @@ def test_no_region_holds_tokens_of_two_images_nor_of_frames_it_should_not(
     partition = partition_grids(given_grids, technique)
     layout, merging = partition.layout, partition.grids
     assert merging == merging_grids(given_grids, technique)
-    drawn = drawn_image(given_grids)
-    assert drawn == 0 or given_grids[drawn].frames > given_grids[0].frames
-    assert merging in (given_grids, given_grids[drawn : drawn + 1])
+    drawn, before, after = drawn_alone(given_grids)
+    assert before == 0 or drawn.frames > given_grids[0].frames
+    assert merging in (given_grids, (drawn,))
     if len(merging) < len(given_grids):
-        before, after = given_grids[:drawn], given_grids[drawn + 1 :]
-        assert partition.before == sum(grid.count for grid in before)
-        assert partition.after == sum(grid.count for grid in after)
+        assert (partition.before, partition.after) == (before, after)
     assert layout == layout_for(merging, technique)
     assert layout.tokens == sum(grid.count for grid in merging)
     assert partition.before + layout.tokens + partition.after == sum(grid.count for grid in given_grids)
