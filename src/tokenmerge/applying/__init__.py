@@ -3,10 +3,9 @@
 from .attaching import apply_plans, detach, plan_on
 from .hosting import hosted
 from .plans import asked_of, checked_plan, decided, hosted_plan, way_out_of_noise
-from .telling import TokenMap, summary_of, token_maps
+from .telling import summary_of, token_maps
 
 __all__ = [
-    "TokenMap",
     "apply_plans",
     "asked_of",
     "checked_plan",
