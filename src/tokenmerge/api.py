@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .applying import apply_plans, checked_plan, decided, detach, plan_on, summary_of
+from .applying import apply_plans, asked_of, checked_plan, decided, detach, plan_on, summary_of
 from .config import Hold, Merge, Techniques
 from .errors import TokenMergeError, check_whole
 from .families import denoiser_of, denoisers_of, families, family_of
@@ -91,7 +91,7 @@ def plan(
     denoiser = denoiser_of(model)
     family = family_of(denoiser)
     scheduler = scheduler_source(model, None)()
-    techniques = decided(denoiser, techniques, scheduler)
+    techniques = decided(denoiser, family, techniques, *asked_of(scheduler))
     known_scale, known_frames = known_scales(model, family)
     scale = vae_scale_factor or known_scale
     if min(height, width) < scale:

@@ -131,7 +131,6 @@ class Technique(ABC):
 
     def replace(self: Self, **changes: Any) -> Self:
         """A copy with fields changed."""
-        self.check_names(changes)
         return replace(self, **changes)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:

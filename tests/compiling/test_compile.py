@@ -218,7 +218,6 @@ SMOOTH = Merge(selection="uniform", temperature=0.1)
     ("kind", "techniques"),
     [
         ("sdxl", [SMOOTH.replace(sites="component")]),
-        ("sd3", [SMOOTH]),
         ("flux", [SMOOTH, Hold(every=3, start=0.0)]),
     ],
     ids=told,

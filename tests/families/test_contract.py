@@ -103,23 +103,21 @@ def test_sites_and_kinds_of_step(pipe: Any, model: zoo.Model, name: str) -> None
     assert summary.residual_bytes > 0
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_sizes_and_texts_take_turns(pipe: Any, model: zoo.Model, technique: Any) -> None:
+def test_sizes_and_texts_take_turns(pipe: Any, model: zoo.Model) -> None:
     """What a size and a length of text came to before does not show."""
     kinds = [{"size": size, "text": 5 + number} for number, size in enumerate(model.sizes)]
     if model.guidance != "none":
         kinds += [{"guided": False}, {"negative_text": 9}]
     expected = []
     for kind in kinds:
-        tokenmerge.apply(pipe, technique)
+        tokenmerge.apply(pipe, BOTH)
         expected.append(zoo.draw(pipe, model, steps=3, **kind))
     for kind, picture in [*zip(kinds, expected, strict=True)] * 2:
         assert torch.equal(zoo.draw(pipe, model, steps=3, **kind), picture)
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_an_image_that_was_broken_off(pipe: Any, model: zoo.Model, technique: Any) -> None:
-    tokenmerge.apply(pipe, technique)
+def test_an_image_that_was_broken_off(pipe: Any, model: zoo.Model) -> None:
+    tokenmerge.apply(pipe, BOTH)
     expected = zoo.draw(pipe, model, steps=STEPS)
     calls = 0
 

@@ -12,7 +12,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
 import tokenmerge
 import zoo
-from tokenmerge import Hold, Merge, TokenMergeError, api
+from tokenmerge import Hold, Merge, TokenMergeError
+from tokenmerge.applying import token_maps
 from tokenmerge.families import family_of
 from tokenmerge.families.calls import TokenGrid
 from tokenmerge.merging.grid import partition_grids
@@ -98,7 +99,7 @@ def test_where_no_region_fits_both_a_given_frame_is_left_and_the_video_merges(te
     assert ran["tokens"] == f"{planned.tokens} -> {planned.merged}"
     assert planned.tokens == 2 * 64
     assert 0 < planned.saved < planned.total
-    (drawn,) = api.token_maps(pipe)
+    (drawn,) = token_maps(pipe)
     assert drawn.grid == TokenGrid(8, 8, 2)
     assert drawn.owners.unique().shape[0] <= planned.merged
     assert drawn.owners.max() < 128

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import tiny
 import tokenmerge
 from tokenmerge import Hold, Merge
-from tokenmerge.config import Techniques
 
 SIDE = 4  # regions are SIDE x SIDE tiles
 
@@ -321,24 +320,6 @@ def test_merged_pipelines_equal_the_plain_computation(
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
 def test_refreshed_maps_equal_the_plain_computation(kind: str, sites: str, each_call: str) -> None:
     assert_equal_to_plain(kind, sites, 1, SETTINGS[1], steps=3, each_call=each_call)
-
-
-NOTHING: dict[str, Any] = {
-    "ratio 0": Merge(ratio=0.0),
-    "every step": Hold(every=1),
-    "both": [Merge(ratio=0.0), Hold(every=1)],
-    "no technique": Techniques(),
-}
-
-
-@pytest.mark.parametrize("technique", NOTHING.values(), ids=NOTHING)
-@pytest.mark.parametrize("kind", tiny.FAMILIES)
-def test_nothing_merged_and_nothing_held_is_plain_bit_for_bit(kind: str, technique: Any) -> None:
-    pipe = tiny.build(kind)
-    plain = tiny.draw(pipe, steps=4)
-    tokenmerge.apply(pipe, technique)
-    assert torch.equal(tiny.draw(pipe, steps=4), plain)
-    assert torch.equal(tiny.draw(tokenmerge.remove(pipe), steps=4), plain)
 
 
 @pytest.mark.parametrize("kind", tiny.FAMILIES)

@@ -16,7 +16,7 @@ from tokenmerge.config import Regions
 from tokenmerge.families.calls import DenoiserCall, Shard, TokenGrid
 from tokenmerge.merging.controller import Merging
 from tokenmerge.merging.grid import (
-    drawn_image,
+    drawn_alone,
     invert_order,
     join_regions,
     layout_for,
@@ -304,6 +304,33 @@ def test_rounding_does_not_decide_between_nearest_tokens(size: int) -> None:
     assert torch.equal(batched[1:2], first)
 
 
+# Of few tokens, where ties are many.
+SMALL_REGIONS = 2048
+
+
+@pytest.mark.parametrize("channels", [64, 640, 1536])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_noise_of_rounding_flips_no_selection(size: int, channels: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(1, SMALL_REGIONS * size, channels, generator=generator)
+    noise = 1 + 1e-7 * torch.randn(tokens.shape, generator=generator)
+    chosen, again = (reference.select(each, None, SMALL_REGIONS, size // 2) for each in (tokens, tokens * noise))
+    assert torch.equal(chosen.sort(-1).values, again.sort(-1).values)
+
+
+def test_the_first_of_two_tokens_is_chosen() -> None:
+    tokens = torch.randn(1, 2 * SMALL_REGIONS, 64, generator=torch.Generator().manual_seed(1))
+    chosen = reference.select(tokens, None, SMALL_REGIONS, 1)
+    assert torch.equal(chosen.flatten(), torch.arange(0, 2 * SMALL_REGIONS, 2))
+
+
+def test_a_batch_selects_as_its_samples_do_alone() -> None:
+    tokens = torch.randn(2, 2 * SMALL_REGIONS, 320, generator=torch.Generator().manual_seed(2))
+    together = reference.select(tokens, None, SMALL_REGIONS, 1)
+    alone = torch.cat([reference.select(sample[None], None, SMALL_REGIONS, 1) for sample in tokens])
+    assert torch.equal(together, alone)
+
+
 def test_graph_cut_greedily_maximises_its_own_value() -> None:
     similarity = reference.pairwise_similarity(torch.rand(1, 1, 10, 4), "cosine").clamp_min(0)
     pairs = similarity[0, 0]
@@ -503,13 +530,11 @@ def test_no_region_holds_tokens_of_two_images_nor_of_frames_it_should_not(
     partition = partition_grids(given_grids, technique)
     layout, merging = partition.layout, partition.grids
     assert merging == merging_grids(given_grids, technique)
-    drawn = drawn_image(given_grids)
-    assert drawn == 0 or given_grids[drawn].frames > given_grids[0].frames
-    assert merging in (given_grids, given_grids[drawn : drawn + 1])
+    drawn, before, after = drawn_alone(given_grids)
+    assert before == 0 or drawn.frames > given_grids[0].frames
+    assert merging in (given_grids, (drawn,))
     if len(merging) < len(given_grids):
-        before, after = given_grids[:drawn], given_grids[drawn + 1 :]
-        assert partition.before == sum(grid.count for grid in before)
-        assert partition.after == sum(grid.count for grid in after)
+        assert (partition.before, partition.after) == (before, after)
     assert layout == layout_for(merging, technique)
     assert layout.tokens == sum(grid.count for grid in merging)
     assert partition.before + layout.tokens + partition.after == sum(grid.count for grid in given_grids)

@@ -2,12 +2,12 @@
 
 from .attaching import apply_plans, detach, plan_on
 from .hosting import hosted
-from .plans import checked_plan, decided, hosted_plan, way_out_of_noise
-from .telling import TokenMap, summary_of, token_maps
+from .plans import asked_of, checked_plan, decided, hosted_plan, way_out_of_noise
+from .telling import summary_of, token_maps
 
 __all__ = [
-    "TokenMap",
     "apply_plans",
+    "asked_of",
     "checked_plan",
     "decided",
     "detach",

@@ -22,8 +22,7 @@ from ..runtime.prediction import form_of
 
 def checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
     """The plan for a denoiser; raises where it cannot be applied."""
-    noisy, predicts = partial(_adds_noise, scheduler), partial(_predicts, scheduler)
-    plan = hosted_plan(denoiser, family_of(denoiser), techniques, noisy, predicts)
+    plan = hosted_plan(denoiser, family_of(denoiser), techniques, *asked_of(scheduler))
     _check_scheduler(plan, scheduler)
     return plan
 
@@ -39,7 +38,7 @@ def hosted_plan(
 
     noisy: whether noise is added at steps. predicts: whether clean predictions can be held.
     """
-    techniques = _decided(denoiser, family, techniques, noisy, predicts)
+    techniques = decided(denoiser, family, techniques, noisy, predicts)
     plan = make_plan(denoiser, family, techniques)
     check_holdable(denoiser, plan.runs)
     caches = cache_hooks(denoiser)
@@ -55,14 +54,14 @@ def hosted_plan(
     return plan
 
 
-def decided(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Techniques:
-    """Techniques under a scheduler, with what `auto` stands for."""
-    return _decided(
-        denoiser, family_of(denoiser), techniques, partial(_adds_noise, scheduler), partial(_predicts, scheduler)
-    )
+def asked_of(scheduler: Any) -> tuple[Callable[[], bool], Callable[[], bool]]:
+    """Whether a scheduler adds noise at steps, and whether clean predictions can be held under it."""
+    if scheduler is None:
+        return (lambda: False), (lambda: False)
+    return partial(adds_noise, scheduler), lambda: form_of(scheduler) is not None
 
 
-def _decided(
+def decided(
     denoiser: nn.Module,
     family: Family,
     techniques: Techniques,
@@ -79,14 +78,6 @@ def _decided(
         sees = family.stages is not None and bool(family.blocks(denoiser))
         what = "blocks" if sees or not predicts() else "prediction"
     return techniques._replace(hold=hold.replace(what=what))
-
-
-def _adds_noise(scheduler: Any) -> bool:
-    return scheduler is not None and adds_noise(scheduler)
-
-
-def _predicts(scheduler: Any) -> bool:
-    return scheduler is not None and form_of(scheduler) is not None
 
 
 def _check_scheduler(plan: Plan, scheduler: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import TokenMergeError
-from .base import Block, BlockKind, Component, Family
+from .base import Block, Family
 
-__all__ = ["PARTS", "Block", "BlockKind", "Component", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
+__all__ = ["PARTS", "Block", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
 
 # Older diffusers lack arguments that tables name.
 _OLDEST = (0, 37)

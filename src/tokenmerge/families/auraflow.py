@@ -18,7 +18,7 @@ _CALL = arguments(AuraFlowTransformer2DModel)
 _BLOCK = arguments(AuraFlowJointTransformerBlock)
 _JOINT = BlockKind(Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")))
 _SINGLE = BlockKind(Ports(arguments(AuraFlowSingleTransformerBlock)("hidden_states"), text="first"))
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 256
 
 

@@ -46,7 +46,7 @@ def arguments(module: type[nn.Module]) -> Callable[[str], Argument]:
     return argument
 
 
-_LINEAR = arguments(nn.Linear)("input")
+LINEAR_INPUT = arguments(nn.Linear)("input")
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ class Family:
     frames: int = 1  # that its pipelines usually make; more than 1 for videos
     scales: tuple[int, int] = (8, 4)  # pixels along a side, and frames, that a latent usually stands for
     attention_kwargs: Argument | None = None
-    between_blocks: tuple[Argument, ...] = field(default=())  # arguments that reach in between blocks
+    between_blocks: tuple[Argument, ...] = ()  # arguments that reach in between blocks
     stages: Callable[[Any], list[Block]] | None = None  # all between its first and last layer, in the order they run
     # From the arguments of a call: what is added between stages, in a list that the denoiser empties.
     between_stages: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]] = lambda args, kwargs: []
-    masks: tuple[Argument, ...] = field(default=())  # arguments that mask image tokens
+    masks: tuple[Argument, ...] = ()  # arguments that mask image tokens
     # Why a denoiser, or a call of it, cannot be merged, if it cannot.
     unmergeable: Callable[[Any], str] = lambda denoiser: ""
     unmergeable_call: Callable[[tuple[Any, ...], dict[str, Any]], str] = lambda args, kwargs: ""
@@ -199,7 +199,7 @@ class Family:
 
 def keys_values(*attentions: str) -> tuple[Component, ...]:
     """The projections to keys and values of diffusers' attention modules of these names."""
-    ports = Ports(_LINEAR)
+    ports = Ports(LINEAR_INPUT)
     return tuple(Component(f"{name}.{part}", ports) for name in attentions for part in ("to_k", "to_v"))
 
 

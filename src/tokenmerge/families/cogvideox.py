@@ -21,12 +21,7 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(
-    _CALL,
-    lambda config: (config.patch_size_t or 1, config.patch_size, config.patch_size),
-    frames_axis=1,
-    may_be_given=beside_channels,
-)
+_CALLS = Latents(_CALL, frames_axis=1, may_be_given=beside_channels)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

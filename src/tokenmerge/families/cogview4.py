@@ -21,7 +21,7 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 64
 
 

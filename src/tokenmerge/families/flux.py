@@ -20,7 +20,7 @@ from diffusers.models.transformers import (
 )
 from torch import nn
 
-from .base import BlockKind, Component, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import LINEAR_INPUT, BlockKind, Component, Family, Ports, arguments, cos_sin, listed, random_input
 from .reading import Ids, ids_of
 
 _ATTENTION_ROTARY = cos_sin(arguments(transformer_flux.FluxAttention)("image_rotary_emb"))
@@ -29,10 +29,9 @@ _JOINT_COMPONENTS = {
     "self_attention": (Component("attn", Ports(outputs=(0, 2), per_token=_ATTENTION_ROTARY)),),
     "mlp": (Component("ff"),),
 }
-_LINEAR = arguments(nn.Linear)("input")
 _SINGLE_COMPONENTS = {
     "self_attention": (Component("attn", Ports(text="first", per_token=_ATTENTION_ROTARY)),),
-    "mlp": (Component("proj_mlp", Ports(_LINEAR, text="first"), leave="act_mlp"),),
+    "mlp": (Component("proj_mlp", Ports(LINEAR_INPUT, text="first"), leave="act_mlp"),),
 }
 # Of T5, as the pipeline pads them.
 _TEXT_TOKENS = 512

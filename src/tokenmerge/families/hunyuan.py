@@ -43,6 +43,7 @@ _IMAGE = tuple(
         transformer_hunyuanimage.HunyuanImageSingleTransformerBlock,
     )
 )
+# Image-to-video has blocks of other classes, with the same arguments.
 _VIDEO = tuple(
     _kind(block, rotary)
     for block, rotary in (
@@ -53,16 +54,13 @@ _VIDEO = tuple(
 # Its mask is of text alone.
 _VIDEO15 = _kind(transformer_hunyuan_video15.HunyuanVideo15TransformerBlock, "freqs_cis", masks_image=False)
 
-_IMAGE_CALLS = Latents(arguments(HunyuanImageTransformer2DModel), lambda config: (1, *config.patch_size)[-3:])
+_IMAGE_CALLS = Latents(arguments(HunyuanImageTransformer2DModel))
 _VIDEO_CALLS = Latents(
     arguments(HunyuanVideoTransformer3DModel),
-    lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
     may_be_given=lambda config: config.image_condition_type is not None,
 )
 _VIDEO15_CALLS = Latents(
-    arguments(HunyuanVideo15Transformer3DModel),
-    lambda config: (config.patch_size_t, config.patch_size, config.patch_size),
-    may_be_given=lambda config: config.task_type != "t2v",
+    arguments(HunyuanVideo15Transformer3DModel), may_be_given=lambda config: config.task_type != "t2v"
 )
 
 
@@ -118,12 +116,6 @@ def _unmergeable_video(transformer: Any) -> str:
     return "HunyuanVideo I2V counts the tokens of its first frame, which it modulates apart from the others"
 
 
-def _blocks(transformer: Any) -> Any:
-    # Image-to-video has blocks of other classes, with the same arguments.
-    lists = ("transformer_blocks", _VIDEO[0], "joint"), ("single_transformer_blocks", _VIDEO[1], "single")
-    return listed(*lists, line="")(transformer)
-
-
 FAMILIES = (
     Family(
         name="hunyuanimage",
@@ -148,7 +140,9 @@ FAMILIES = (
         steps="50",
         merging="video",
         frames=129,
-        blocks=_blocks,
+        blocks=listed(
+            ("transformer_blocks", _VIDEO[0], "joint"), ("single_transformer_blocks", _VIDEO[1], "single"), line=""
+        ),
         read=_VIDEO_CALLS.read,
         plan_call=_VIDEO_CALLS.plan,
         unit=_VIDEO_CALLS.unit,

@@ -14,13 +14,7 @@ from .reading import Latents
 _CALL = arguments(Kandinsky5Transformer3DModel)
 _BLOCK = arguments(Kandinsky5TransformerDecoderBlock)
 _KIND = BlockKind(Ports(_BLOCK("visual_embed"), per_token=(PerToken(_BLOCK("rope"), axis=1),)))
-_CALLS = Latents(
-    _CALL,
-    lambda config: tuple(config.patch_size),
-    frames_axis=1,
-    channels_last=True,
-    may_be_given=lambda config: config.visual_cond,
-)
+_CALLS = Latents(_CALL, frames_axis=1, channels_last=True, may_be_given=lambda config: config.visual_cond)
 _TEXT_TOKENS = 256
 
 

@@ -74,7 +74,6 @@ FAMILIES = (
         blocks=listed(("transformer_blocks", _KIND, "blocks")),
         read=_read,
         plan_call=_plan_call,
-        unit=lambda transformer, scale: scale,
         example=_example,
         unmergeable_call=_unmergeable_call,
         note="LTXConditionPipeline: Hold alone. Its conditioning tokens lie on no grid.",

@@ -14,7 +14,7 @@ from .reading import Latents
 _CALL = arguments(Lumina2Transformer2DModel)
 _BLOCK = arguments(Lumina2TransformerBlock)
 _JOINT = BlockKind(Ports(_BLOCK("hidden_states"), text="first", per_token=(PerToken(_BLOCK("image_rotary_emb"), 1),)))
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size), rises=True)
+_CALLS = Latents(_CALL, rises=True)
 _TEXT_TOKENS = 64
 
 

@@ -21,7 +21,7 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size), rises=True)
+_CALLS = Latents(_CALL, rises=True)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

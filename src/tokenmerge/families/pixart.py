@@ -12,7 +12,7 @@ from .reading import Latents
 from .unet import BASIC_BLOCK
 
 _CALL = arguments(PixArtTransformer2DModel)
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 120
 
 

@@ -53,7 +53,6 @@ class Latents:
     """Calls that are given a latent, [B, C, H, W] or [B, C, F, H, W] or its channels last, and cut it into patches."""
 
     argument: Callable[[str], Argument]
-    patch: Callable[[Any], tuple[int, int, int]]  # frames, height and width of a token, from the config
     latent: str = "hidden_states"
     text: str | None = "encoder_hidden_states"
     frames_axis: int = 2
@@ -83,12 +82,12 @@ class Latents:
     def _grids(
         self, denoiser: Any, height: int, width: int, frames: int, timestep: Any = None
     ) -> tuple[TokenGrid, ...]:
-        per_frame, per_row, per_column = self.patch(denoiser.config)
+        per_frame, per_row, per_column = _patch(denoiser.config)
         sides = height // per_row, width // per_column, max(1, frames // per_frame)
         return conditioned(*sides, timestep, self.may_be_given(denoiser.config))
 
     def unit(self, denoiser: Any, scale: int) -> int:
-        return self.patch(denoiser.config)[1] * scale
+        return _patch(denoiser.config)[1] * scale
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,12 @@ class Ids:
     @staticmethod
     def unit(denoiser: Any, scale: int) -> int:
         return 2 * scale
+
+
+def _patch(config: Any) -> tuple[int, ...]:
+    """Frames, height and width of a token in latents, as diffusers' configs tell them."""
+    size = config.get("patch_size", 1)
+    return (config.get("patch_size_t") or 1, size, size) if isinstance(size, int) else (1, *size)[-3:]
 
 
 def beside_channels(config: Any) -> bool:

@@ -27,7 +27,7 @@ _JOINT = BlockKind(
 _TEXT_TOKENS = 77 + 256
 
 
-_CALLS = Latents(_CALL, lambda config: (1, config.patch_size, config.patch_size))
+_CALLS = Latents(_CALL)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

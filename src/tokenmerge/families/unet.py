@@ -24,10 +24,10 @@ BASIC_BLOCK = BlockKind(
     keys_values("attn1"),
 )
 
-_STAGE = BlockKind(Ports(), {})
+_STAGE = BlockKind(Ports())
 
 _CALL = arguments(UNet2DConditionModel)
-_CALLS = Latents(_CALL, lambda config: (1, 1, 1), latent="sample", text=None)
+_CALLS = Latents(_CALL, latent="sample", text=None)
 _VIDEO_CALL = arguments(UNetSpatioTemporalConditionModel)
 # Of CLIP.
 _TEXT_TOKENS = 77

@@ -19,7 +19,7 @@ _KIND = BlockKind(
         per_token=(*cos_sin(_BLOCK("rotary_emb"), axis=1), PerToken(_BLOCK("temb"), 1, ndim=4)),
     )
 )
-_CALLS = Latents(_CALL, lambda config: tuple(config.patch_size), may_be_given=beside_channels)
+_CALLS = Latents(_CALL, may_be_given=beside_channels)
 # As the pipeline pads them.
 _TEXT_TOKENS = 512
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -17,12 +17,6 @@ from .groups import MergeGroup, Past
 from .methods import Method
 
 
-class Adaptation(Protocol):
-    """What merging asks of a LoRA."""
-
-    def enter(self, device: torch.device, dtype: torch.dtype) -> None: ...
-
-
 class Merging:
     """Tells every group of layers what a call does. Sites ask it whether they act."""
 
@@ -33,8 +27,8 @@ class Merging:
         self.acts = True
         self._clock = clock
         self._begins = True
-        # Brings a LoRA to where a call is made, if there is one.
-        self.adaptation: Adaptation | None = None
+        # Brings a LoRA, if there is one, to where a call is made.
+        self.adapt: Callable[[torch.device, torch.dtype], None] | None = None
 
     def add_group(self, name: str, level: int, method: Method[Any], *, shared: bool) -> MergeGroup:
         group = MergeGroup(name, len(self.groups), method, self.technique, self._clock, level, shared)
@@ -78,8 +72,8 @@ class Merging:
         if step.kind == HELD:
             return
         self._see_grids(call, waits)
-        if self.adaptation is not None:
-            self.adaptation.enter(call.device, call.dtype)
+        if self.adapt is not None:
+            self.adapt(call.device, call.dtype)
         for group in self.groups:
             group.enter(call)
         if not any(group.slot is not None and group.slot.merges for group in self.groups):

@@ -118,15 +118,10 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
     )
 
 
-def drawn_image(grids: tuple[TokenGrid, ...]) -> int:
-    """The number of the image of a sequence that is drawn: the first, before its references; or the frames of a video
-    after a first one that may be given."""
-    return max(range(len(grids)), key=lambda number: grids[number].frames)
-
-
 def drawn_alone(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, int, int]:
-    """The image that is drawn, and how many tokens come before it and after it."""
-    number = drawn_image(grids)
+    """The image of a sequence that is drawn, and how many tokens come before it and after it. It is the first, before
+    its references; or the frames of a video after a first one that may be given."""
+    number = max(range(len(grids)), key=lambda number: grids[number].frames)
     before, after = (sum(grid.count for grid in others) for others in (grids[:number], grids[number + 1 :]))
     return grids[number], before, after
 

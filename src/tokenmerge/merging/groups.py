@@ -81,13 +81,13 @@ class MergeGroup:
     def enter(self, call: DenoiserCall) -> None:
         """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
         image, step, turn = self._clock.now
-        part: Hashable = call.conditions or (turn if turn < MAX_CALLS else MAX_CALLS)
+        part: Hashable = call.conditions or min(turn, MAX_CALLS)
         if image != self._seeded_for:
             # Per image, so that a picture does not depend on those made before it.
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
         self.partition = self._partition_for(call)
-        made = self._enter_slot(part, call, self.partition).history.made_for(part, image)
+        made = self._enter_slot(part, call, self.partition).made_for(part, image)
         seed = (self._seed + image) % LARGEST_SEED if call.trains else None
         self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed), seed=seed)
         self._gathered.clear()
@@ -103,7 +103,7 @@ class MergeGroup:
             slot = self._part()
         slot.image, slot.lent = self._clock.image, torch.is_grad_enabled()
         with torch.no_grad():
-            slot.history.bring_in(part, slot.tensors)
+            slot.bring_in(part)
         return slot
 
     def _part(self) -> Slot:
@@ -225,10 +225,6 @@ class MergeGroup:
     def has_maps(self) -> bool:
         """Whether the maps of the last call have been made: a step may not merge, and a cache may skip all layers."""
         return self._due is not None and self._due.made.selected is not None
-
-    @property
-    def ratio(self) -> float:
-        return self._technique.ratio
 
     @property
     def visits(self) -> int:

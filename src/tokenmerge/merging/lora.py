@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config import Merge
 from ..errors import TokenMergeError
-from ..families.base import Block, Ports, arguments
+from ..families.base import LINEAR_INPUT, Block, Ports
 from ..runtime.installing import Installation
 from .controller import Merging
 from .groups import MergeGroup
@@ -41,7 +41,6 @@ HEALED_FOR = (
 METADATA = "tokenmerge"
 _PARTS = ("unet.", "transformer.")
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_LINEAR = Ports(arguments(nn.Linear)("input"))
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,8 @@ def _without_part(name: str) -> str:
     return name
 
 
-def check_lora(lora: Lora, technique: Merge, denoiser: nn.Module, blocks: Iterable[Block]) -> None:
-    """Refuse a LoRA that was healed for another model or other settings. blocks: those that merge."""
-    merged = list(blocks)
+def check_lora(lora: Lora, technique: Merge, denoiser: nn.Module, merged: Sequence[Block]) -> None:
+    """Refuse a LoRA that was healed for another model or other settings. merged: the blocks that merge."""
     width = merged[0].width if merged else lora.width
     if (lora.denoiser, lora.width) != (type(denoiser).__name__, width):
         raise TokenMergeError(
@@ -139,26 +137,20 @@ def check_lora(lora: Lora, technique: Merge, denoiser: nn.Module, blocks: Iterab
             f"LoRA {lora.path!r} was healed for {told}, and {asked} is applied; give its own settings, heal again for "
             "these, or leave lora out"
         )
+    modules = dict(denoiser.named_modules(remove_duplicate=False))
     for name, (down, up) in lora.layers.items():
         if not any(name.startswith(f"{block.name}.") for block in merged):
             raise TokenMergeError(
                 f"LoRA {lora.path!r} changes {name!r}, which is in no block of this model that merges; give one for "
                 "this model, or leave lora out"
             )
-        layer: Any = _submodule(denoiser, name)
+        layer = modules.get(name)
         shape = (getattr(layer, "in_features", None), getattr(layer, "out_features", None))
         if shape != (down.shape[1], up.shape[0]):
             raise TokenMergeError(
                 f"LoRA {lora.path!r} changes {name!r} from {down.shape[1]} to {up.shape[0]} channels, and this model "
                 f"has {shape[0]} to {shape[1]} there; give one for this model, or leave lora out"
             )
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 @dataclass
@@ -200,7 +192,7 @@ class LoraSite(MergeSite):
     visits = False
 
     def __init__(self, name: str, merging: Merging, group: MergeGroup, layer: Layer) -> None:
-        super().__init__(name, merging, group, _LINEAR)
+        super().__init__(name, merging, group, Ports(LINEAR_INPUT))
         self.layer = layer
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -68,7 +68,8 @@ def install_merging(
     places: Sequence[MergePlace], merging: Merging, installation: Installation, lora: Lora | None = None
 ) -> None:
     """Put sites on all places, and on the layers that a LoRA changes."""
-    adaptation = merging.adaptation = Adaptation(lora) if lora is not None else None
+    adaptation = Adaptation(lora) if lora is not None else None
+    merging.adapt = adaptation.enter if adaptation is not None else None
     shared = shares_destinations(places)
     groups: dict[str, MergeGroup] = {}
     entered: set[str] = set()
@@ -162,11 +163,12 @@ def _component_places(blocks: list[Block], skipped: dict[str, str], technique: M
     for number, block in enumerate(blocks):
         depth = number / len(blocks)
         group = _group(block, depth, technique)
+        inside = dict(block.module.named_modules(remove_duplicate=False))
         shortened = {"self_attention": block.kind.keys_values}
         for name, components in (shortened if method_for(technique).KEYS_VALUES else block.kind.components).items():
             for part in components:
-                # Optional submodules are None in blocks that lack them.
-                if _submodule(block.module, part.entry) is None:
+                # Blocks may lack optional ones.
+                if part.entry not in inside:
                     continue
                 reason = "" if name in technique.components else f"{name} is not in components"
                 reason = skipped.get(block.name, reason)
@@ -176,10 +178,3 @@ def _component_places(blocks: list[Block], skipped: dict[str, str], technique: M
 def _group(block: Block, depth: float, technique: Merge) -> str:
     words = (block.group, method_for(technique, depth).label)
     return " ".join(word for word in words if word)
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    found: nn.Module | None = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found

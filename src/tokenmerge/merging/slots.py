@@ -21,32 +21,6 @@ class Made:
     weighed: int | None = None
 
 
-@dataclass
-class _History:
-    """Whose maps a slot's tensors hold, and the maps of the other calls of a step."""
-
-    resident: Hashable | None = None
-    made: dict[Hashable, Made] = field(default_factory=dict)
-    saved: dict[Hashable, list[Tensor]] = field(default_factory=dict)
-
-    def bring_in(self, call: Hashable, tensors: list[Tensor]) -> None:
-        """Swap `tensors` so that they hold the maps of `call`, keeping those they held."""
-        if self.resident == call:
-            return
-        if self.resident not in (None, MAX_CALLS):
-            self.saved[self.resident] = [tensor.clone() for tensor in tensors]
-        for tensor, kept in zip(tensors, self.saved.pop(call, ()), strict=False):
-            tensor.copy_(kept)
-        self.resident = call
-
-    def made_for(self, call: Hashable, image: int) -> Made:
-        known = self.made.get(call)
-        # Later calls than are kept apart select anew.
-        if known is None or known.image != image or call == MAX_CALLS:
-            known = self.made[call] = Made(image)
-        return known
-
-
 @dataclass(eq=False)
 class Slot:
     """The tensors that the layers of a group read for one size of image."""
@@ -56,7 +30,9 @@ class Slot:
     # takes the size for a variable.
     before: Tensor
     after: Tensor
-    history: _History = field(default_factory=_History)
+    resident: Hashable | None = None  # the call of a step whose maps the tensors hold
+    made: dict[Hashable, Made] = field(default_factory=dict)  # by call
+    saved: dict[Hashable, list[Tensor]] = field(default_factory=dict)  # maps of the other calls
     image: int = -1  # the last one that used it
     lent: bool = False  # whether a backward pass may still read its tensors, which then must not change
 
@@ -69,3 +45,20 @@ class Slot:
     def merges(self) -> bool:
         """Whether any token is removed at this size."""
         return self.map.merged_count < self.map.token_count
+
+    def bring_in(self, call: Hashable) -> None:
+        """Let the tensors hold the maps of `call`, and keep those they held."""
+        if self.resident == call:
+            return
+        if self.resident not in (None, MAX_CALLS):
+            self.saved[self.resident] = [tensor.clone() for tensor in self.tensors]
+        for tensor, kept in zip(self.tensors, self.saved.pop(call, ()), strict=False):
+            tensor.copy_(kept)
+        self.resident = call
+
+    def made_for(self, call: Hashable, image: int) -> Made:
+        known = self.made.get(call)
+        # Later calls than are kept apart select anew.
+        if known is None or known.image != image or call == MAX_CALLS:
+            known = self.made[call] = Made(image)
+        return known

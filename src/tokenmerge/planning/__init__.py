@@ -1,8 +1,7 @@
 """Plans: what techniques will do to a model, what that saves, and how people are told."""
 
-from .costs import PlannedGroup
 from .drift import Drift
 from .plan import Plan, make_plan
 from .summary import Summary, told_steps
 
-__all__ = ["Drift", "Plan", "PlannedGroup", "Summary", "make_plan", "told_steps"]
+__all__ = ["Drift", "Plan", "Summary", "make_plan", "told_steps"]

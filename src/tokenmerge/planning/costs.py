@@ -9,7 +9,7 @@ from ..config import Merge
 from ..families.base import Block
 from ..families.calls import DenoiserCall, TokenGrid, grids_at_level
 from ..merging.grid import Layout, shard_partition
-from ..merging.methods import Made, method_for
+from ..merging.methods import Rates, method_for
 from ..merging.places import MergePlace
 from ..runtime.timeline import MERGED, Step
 
@@ -57,24 +57,24 @@ def planned_groups(
     timeline: Sequence[Step],
 ) -> list[PlannedGroup]:
     """The groups of a model in the call that an image of some size leads to."""
-    found, made = [], _made(timeline)
+    found, rates = [], _rates(timeline)
     for name in dict.fromkeys(block.group for block in blocks):
         members = [block for block in blocks if block.group == name]
         inside = {block.name for block in members}
         merging = [place for place in places if place.block.name in inside and not place.skipped]
-        found.append(_group(name, members, merging, technique, call, made))
+        found.append(_group(name, members, merging, technique, call, rates))
     return found
 
 
-def _made(timeline: Sequence[Step]) -> Made:
+def _rates(timeline: Sequence[Step]) -> Rates:
     """How often merged steps make maps. Held steps in between bring that about more often than intervals say."""
     maps = [step.maps for step in timeline if step.kind == MERGED]
     merged = len(maps) or 1
-    return Made(maps.count("select") / merged, sum(each != "reuse" for each in maps) / merged)
+    return Rates(maps.count("select") / merged, sum(each != "reuse" for each in maps) / merged)
 
 
 def _group(
-    name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall, made: Made
+    name: str, members: list[Block], places: list[MergePlace], technique: Merge | None, call: DenoiserCall, rates: Rates
 ) -> PlannedGroup:
     grids, width = grids_at_level(call, members[0].level), members[0].width
     total = len(members) * _work(tuple(_SHARES), _count(grids), width)
@@ -94,7 +94,7 @@ def _group(
         # Images that do not merge are in the same sequence.
         after = _count(grids) - layout.tokens + layout.merged
         saved = sum(_saved(place, _count(grids), after, width, keys_values=method.KEYS_VALUES) for place in places)
-        spent = method.spent(layout, width, effective, made, blocks=blocks, merges=len(places))
+        spent = method.spent(layout, width, effective, rates, blocks=blocks, merges=len(places))
     regions = partition.description
     return PlannedGroup(name, len(members), blocks, len(places), width, grids, layout, regions, total, saved, spent)
 

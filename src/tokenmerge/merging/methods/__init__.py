@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...config import Merge
-from .base import Given, Made, Method
+from .base import Given, Method, Rates
 from .bipartite import Bipartite
 from .downsample import Pool, ToDo
 from .lower_bound import LowerBound
 from .toma import Toma
 
-__all__ = ["Given", "Made", "Method", "method_for"]
+__all__ = ["Given", "Method", "Rates", "method_for"]
 
 _METHODS: dict[str, Method[Any]] = {
     "toma": Toma(),

@@ -44,8 +44,8 @@ class Given:
         return 1 if self.shared else self.tokens.shape[0]
 
 
-class Made(NamedTuple):
-    """Shares of the merged steps in which maps are made."""
+class Rates(NamedTuple):
+    """How often maps are made: shares of the merged steps."""
 
     selected: float
     weighed: float
@@ -105,7 +105,7 @@ class Method(ABC, Generic[Map]):
         """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
 
     @abstractmethod
-    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
         """Multiplications that merging itself costs in one denoiser call, in a group that merges `merges` times in
         `blocks` blocks."""
 
@@ -124,7 +124,7 @@ class LinearMethod(Method[MergeMap]):
     def splits(self, technique: Merge) -> bool:
         return "whole" not in (technique.select_in.kind, technique.merge_in.kind)
 
-    def making(self, layout: Layout, width: int, technique: Merge, made: Made) -> float:
+    def making(self, layout: Layout, width: int, technique: Merge, rates: Rates) -> float:
         """Multiplications of selection and weights in one denoiser call."""
         return 0.0
 
@@ -144,8 +144,8 @@ class LinearMethod(Method[MergeMap]):
             destinations = merge_map.destinations.unflatten(1, (layout.select_regions, layout.select_count))
         merge_map.fill(given.partition, destinations, *self.weigh(given, destinations))
 
-    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
-        return self.making(layout, width, technique, made) + 2 * merges * layout.tokens * layout.merge_count * width
+    def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
+        return self.making(layout, width, technique, rates) + 2 * merges * layout.tokens * layout.merge_count * width
 
 
 class ClusterMethod(Method[ClusterMap]):

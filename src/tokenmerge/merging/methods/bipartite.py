@@ -18,7 +18,7 @@ from ...families.calls import TokenGrid
 from ...runtime.timeline import ALWAYS
 from ..clustermap import ClusterMap
 from ..grid import Layout, Partition, drawn_alone
-from .base import REGIONS, WEIGHTS, ClusterMethod, Given, Made
+from .base import REGIONS, WEIGHTS, ClusterMethod, Given, Rates
 
 _SIDE = 2
 # Destinations are never removed.
@@ -74,7 +74,7 @@ class Bipartite(ClusterMethod):
         destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
         merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=given.shared))
 
-    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
         """Similarities of all pairs; sums and copies multiply nothing."""
         destinations = layout.tokens / _SIDE**2
         return blocks * (layout.tokens - destinations) * destinations * width

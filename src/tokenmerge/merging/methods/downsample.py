@@ -17,7 +17,7 @@ from ...errors import TokenMergeError
 from ...runtime.timeline import ONCE
 from ..clustermap import ClusterMap
 from ..grid import Layout
-from .base import REGIONS, WEIGHTS, ClusterMethod, Given, LinearMethod, Made
+from .base import REGIONS, WEIGHTS, ClusterMethod, Given, LinearMethod, Rates
 
 # So that 0.667 may be written for two thirds.
 _TOLERANCE = 0.01
@@ -107,5 +107,5 @@ class ToDo(ClusterMethod):
         places[regions] = first_places + torch.tensor(runs, device=device)
         merge_map.fill(regions[:, firsts].reshape(1, -1), regions[:, others].reshape(1, -1), places)
 
-    def spent(self, layout: Layout, width: int, technique: Merge, made: Made, *, blocks: int, merges: int) -> float:
+    def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
         return 0.0

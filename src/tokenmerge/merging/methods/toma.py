@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config import SELECTIONS, Merge
 from ..grid import Layout
-from .base import Given, LinearMethod, Made
+from .base import Given, LinearMethod, Rates
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Toma(LinearMethod):
             unmerge = ops.pinv_weights(merge, fallback=unmerge)
         return merge, unmerge
 
-    def making(self, layout: Layout, width: int, technique: Merge, made: Made) -> float:
+    def making(self, layout: Layout, width: int, technique: Merge, rates: Rates) -> float:
         looks = technique.selection not in ("random", "uniform")
         selection = looks * layout.tokens * layout.select_size * width
         weights = layout.tokens * (layout.merge_count + 1) * width
-        return made.selected * selection + made.weighed * weights
+        return rates.selected * selection + rates.weighed * weights

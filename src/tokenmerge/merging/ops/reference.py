@@ -146,7 +146,7 @@ def select_stochastic(similarity: Tensor, count: int, generator: torch.Generator
     return torch.cat(chosen, dim=-1)
 
 
-def uniform_destinations(size: int, count: int, device: torch.device | None = None) -> Tensor:
+def uniform_destinations(size: int, count: int, device: torch.device) -> Tensor:
     """int64 [count]: every (size / count)-th place, centred."""
     return (torch.arange(count, device=device) * 2 + 1) * size // (2 * count)
 

@@ -314,7 +314,7 @@ def select(
 ) -> Tensor:
     """`reference.select`. Facility location takes one launch in regions of up to 256 tokens; in larger ones one launch
     after the similarity."""
-    batch, token_count, channels = tokens.shape
+    batch, token_count, _ = tokens.shape
     size = token_count // regions
     samples = batch if shared else 1
     supported = tokens.dtype in DTYPES and samples * size <= _GREEDY_SIZE
@@ -330,38 +330,53 @@ def select(
             generator=generator,
         )
     tokens = tokens.detach()
-    cosine = similarity == "cosine"
     chosen = torch.empty(batch // samples, regions, count, dtype=torch.int64, device=tokens.device)
-    grid = (batch // samples * regions,)
-    half = tokens.dtype != torch.float32
-    if samples == 1 and size <= _REGISTER_SIZE:
-        block = block_size(size)
-        with on_device_of(tokens):
-            _select_kernel[grid](
-                tokens,
-                order,
-                chosen,
-                regions,
-                1.0 / math.sqrt(channels),
-                *tokens.stride(),
-                COSINE=cosine,
-                CHANNELS=channels,
-                SIZE=size,
-                COUNT=count,
-                SCALE=2.0 ** reference.sum_bits(size),
-                BLOCK_N=block,
-                BLOCK_C=block_size(channels, 128 if half and block <= 64 else 64 if half else 32),
-                # 32 similarities to a thread, or 64 in the largest: they stay in registers.
-                num_warps=min(8, max(1, block * block // 1024)),
-            )
-        return chosen
+    with on_device_of(tokens):
+        if samples == 1 and size <= _REGISTER_SIZE:
+            _select_in_registers(tokens, order, chosen, similarity)
+        else:
+            _select_in_memory(tokens, order, chosen, similarity)
+    return chosen
 
+
+def _select_in_registers(tokens: Tensor, order: Tensor | None, chosen: Tensor, similarity: str) -> None:
+    """Fill chosen [B, R, k], for every sample by itself."""
+    batch, token_count, channels = tokens.shape
+    _, regions, count = chosen.shape
+    size = token_count // regions
+    block = block_size(size)
+    half = tokens.dtype != torch.float32
+    _select_kernel[(batch * regions,)](
+        tokens,
+        order,
+        chosen,
+        regions,
+        1.0 / math.sqrt(channels),
+        *tokens.stride(),
+        COSINE=similarity == "cosine",
+        CHANNELS=channels,
+        SIZE=size,
+        COUNT=count,
+        SCALE=2.0 ** reference.sum_bits(size),
+        BLOCK_N=block,
+        BLOCK_C=block_size(channels, 128 if half and block <= 64 else 64 if half else 32),
+        # 32 similarities to a thread, or 64 in the largest: they stay in registers.
+        num_warps=min(8, max(1, block * block // 1024)),
+    )
+
+
+def _select_in_memory(tokens: Tensor, order: Tensor | None, chosen: Tensor, similarity: str) -> None:
+    """Fill chosen [S, R, k], for every sample by itself or for all of them."""
+    batch, token_count, channels = tokens.shape
+    programs, regions, count = len(chosen) * chosen.shape[1], *chosen.shape[1:]
+    samples, size = batch // len(chosen), token_count // regions
+    half = tokens.dtype != torch.float32
     scale = _scale(samples * size)
     block_n, block_s = block_size(size), block_size(samples * size)
     warps = min(16, max(1, max(block_n, block_s) // 32))
     # Up to 16 similarities to a thread in a chunk of rows: the compiler lets more loads wait for each other.
     rows = max(1, min(16, warps * 512 // block_n))
-    log = torch.empty(grid[0], 3, block_s + rows, dtype=torch.int32, device=tokens.device)
+    log = torch.empty(programs, 3, block_s + rows, dtype=torch.int32, device=tokens.device)
     blocks = {
         "SAMPLES": samples,
         "SIZE": size,
@@ -372,31 +387,28 @@ def select(
         "ROWS": rows,
     }
     if size > _SCRATCH_SIZE:
-        pairs = _fixed_pairs(tokens, order, regions, similarity, shared, scale)
-        with on_device_of(tokens):
-            _greedy_kernel[grid](pairs, order, chosen, log, regions, pairs.stride(0), **blocks, num_warps=warps)
-        return chosen
+        pairs = _fixed_pairs(tokens, order, regions, similarity, samples > 1, scale)
+        _greedy_kernel[(programs,)](pairs, order, chosen, log, regions, pairs.stride(0), **blocks, num_warps=warps)
+        return
     factors = torch.empty(batch, regions, size, dtype=torch.float32, device=tokens.device)
     pairs = torch.empty(batch, regions, size, size, dtype=torch.int32, device=tokens.device)
-    with on_device_of(tokens):
-        _select_scratch_kernel[grid](
-            tokens,
-            order,
-            chosen,
-            factors,
-            pairs,
-            log,
-            regions,
-            pairs.stride(0),
-            *tokens.stride(),
-            COSINE=cosine,
-            CHANNELS=channels,
-            BLOCK_M=block_size(size, 128 if half else 64),
-            BLOCK_C=block_size(channels, 64 if half else 32),
-            **blocks,
-            num_warps=warps,
-        )
-    return chosen
+    _select_scratch_kernel[(programs,)](
+        tokens,
+        order,
+        chosen,
+        factors,
+        pairs,
+        log,
+        regions,
+        pairs.stride(0),
+        *tokens.stride(),
+        COSINE=similarity == "cosine",
+        CHANNELS=channels,
+        BLOCK_M=block_size(size, 128 if half else 64),
+        BLOCK_C=block_size(channels, 64 if half else 32),
+        **blocks,
+        num_warps=warps,
+    )
 
 
 def _fixed_pairs(
