@@ -29,7 +29,7 @@ KINDS = ("flux", "chroma", "unet", "sdxl", "sd3", "wan", "qwen")
 LOADERS = {kind: FLUX if kind == "flux" else random(kind) for kind in KINDS}
 MERGED = ("flux", "chroma", "unet", "sdxl")
 # With a start, for fewer steps than anybody takes.
-EVERY = {"every": 3, "start": 0.2}
+EVERY = {"every": 2, "start": 0.2}
 # What is put on a MODEL, by the name of a test: the node, and its changed widgets.
 NODES: dict[str, tuple[str, dict[str, Any]]] = {
     "hold": ("TokenMergeHold", EVERY),
