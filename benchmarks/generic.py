@@ -29,11 +29,11 @@ import json
 import logging
 import pkgutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 import torch
@@ -44,10 +44,10 @@ import denoisers
 import tiny
 import tokenmerge
 import zoo
-from tokenmerge import Hold, TokenMergeError, api
-from tokenmerge.families import families, family_of
+from tokenmerge import Hold, TokenMergeError
+from tokenmerge.families import families
 from tokenmerge.families.base import Family
-from tokenmerge.families.generic import RISING, candidates, generic_family, unholdable
+from tokenmerge.families.generic import RISING, candidates, unholdable
 from tokenmerge.holding.sites import LearnedSite
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.tools.measure import environment
@@ -80,13 +80,9 @@ class Tabled:
         return denoisers.tensors(output)
 
 
-_CLASSES: dict[str, str] = {}
-
-
+@cache
 def _class_of(model: zoo.Model) -> str:
-    if model.name not in _CLASSES:
-        _CLASSES[model.name] = type(zoo.denoisers(model.build())[0]).__name__
-    return _CLASSES[model.name]
+    return type(zoo.denoisers(model.build())[0]).__name__
 
 
 def main() -> None:
@@ -135,7 +131,7 @@ def tried(name: str) -> dict[str, Any]:
     record["blocks"] = len(candidates(module))
     plain, before = image(case, module), attributes(module)
     checks: dict[str, bool] = {}
-    with without_table():
+    with patch("tokenmerge.families.families", lambda: ()):
         tokenmerge.apply(module, Hold(every=1, start=0.0))
         checks["plain"] = same(image(case, module), plain)
         tokenmerge.apply(module, HOLD)
@@ -165,16 +161,6 @@ def tried(name: str) -> dict[str, Any]:
         "checks": checks,
         "drift": round(drift(found, plain), 4),
     }
-
-
-@contextmanager
-def without_table() -> Iterator[None]:
-    """Every denoiser is one of which nothing is known."""
-    api.family_of = generic_family
-    try:
-        yield
-    finally:
-        api.family_of = family_of
 
 
 def image(case: Any, module: nn.Module) -> list[list[Tensor]]:
