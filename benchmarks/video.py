@@ -47,6 +47,8 @@ from tokenmerge.merging.ops import reference
 from tokenmerge.tools.measure import environment
 
 FRAMES, SIDE = 8, 256
+# Photographs; fewer for the model, which takes most of the time.
+PICTURES, FLUX_PICTURES = 16, 3
 RATIOS = (0.5, 0.75)
 # Frames, rows and columns of a tile, and what frames share.
 TILES = {
@@ -84,8 +86,6 @@ NOISES = list(itertools.product((0.2, 0.5, 0.8), (True, False)))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of photographs")
-    parser.add_argument("--photographs", type=int, default=16)
-    parser.add_argument("--flux-photographs", type=int, default=3, help="the model takes most of the time")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -93,8 +93,8 @@ def main() -> None:
     lines = []
     with torch.no_grad():
         for conditions, tokens, target in itertools.chain(
-            latents(read_photographs(options.data, options.photographs)),
-            hidden(read_photographs(options.data, options.flux_photographs)),
+            latents(read_photographs(options.data, PICTURES)),
+            hidden(read_photographs(options.data, FLUX_PICTURES)),
         ):
             conditions |= {"photographs": tokens.shape[0], "grid": "x".join(map(str, tokens.shape[1:4]))}
             conditions["change"], conditions["target_change"] = (
