@@ -418,7 +418,7 @@ def test_values_that_json_has_none_of_are_the_same_when_read_again(tmp_path: Pat
         (["hold", "dit"], ["toma", "pool"], "; toma, pool were not among them, and hold, dit are left out now"),
         ([], ["hold"], "with none; hold was not among them"),
         (["m@toma:start=0.2"], ["m@toma:start=0.1"], "with configurations m merge start 0.2, not 0.1"),
-        (["m@toma + hold"], ["m@toma + hold:every=4"], "with configurations m hold tolerance 0.02, not none"),
+        (["m@toma + hold"], ["m@toma + hold:every=4"], "with configurations m hold tolerance 0.2, not none"),
         (["m@toma"], ["m@toma + hold"], "without configurations m hold"),
         (
             [f"toma:seed={seed}" for seed in range(8)],
@@ -945,8 +945,8 @@ def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> An
         Row(item, {"mse": Estimate(drift, 3.0)}, {"denoiser_seconds": seconds, "batch": 1}, {})
         for item, seconds, drift in zip(made, times, drifts, strict=True)
     ]
-    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
-    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
+    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "scheduler": None}
+    settings |= {"prompts": ["a"], "seeds": [0], "paired": False, "reference_steps": 0, "environment": WHERE}
     # What a plot does not need is not there.
     results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
     series = dict.fromkeys(row.configuration.series for row in rows[1:])
