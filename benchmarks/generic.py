@@ -15,8 +15,6 @@ the table set aside), and called for 6 steps with falling times, or rising ones 
     checks     `plain`: every=1 and the first step give what the plain model gives. `again`: a second image is the same.
                `removed`: after `remove` outputs and attributes are as before. `table`: equal to Hold with the table,
                where that holds the same blocks
-    drift      |held - plain| / |plain| of the outputs of held steps, their mean. Weights are random: it says that
-               something sensible is added, and nothing of pictures
     reason     of a refusal, or why it was not tried
 """
 
@@ -124,7 +122,6 @@ def tried(name: str) -> dict[str, Any]:
     case = denoisers.DENOISERS[name] if table is None else Tabled(table, name)
     module = case.build()
     record: dict[str, Any] = {"table": any(isinstance(module, family.denoiser) for family in families())}
-    record["parameters"] = sum(parameter.numel() for parameter in module.parameters())
     obstacle = unholdable(module)
     if obstacle:
         return {"outcome": "refused", **record, "reason": obstacle}
@@ -159,7 +156,6 @@ def tried(name: str) -> dict[str, Any]:
         "runs": [[run[0], run[-1]] for run in runs],
         "steps": steps,
         "checks": checks,
-        "drift": round(drift(found, plain), 4),
     }
 
 
@@ -190,15 +186,6 @@ def learned(module: nn.Module) -> list[list[str]]:
 
 def held_blocks(module: nn.Module, table: Family) -> list[str]:
     return [block.name for block in table.blocks(module)]
-
-
-def drift(found: list[list[Tensor]], plain: list[list[Tensor]]) -> float:
-    pairs = [
-        (torch.cat([each.flatten().float() for each in mine]), torch.cat([each.flatten().float() for each in theirs]))
-        for mine, theirs in zip(found, plain, strict=True)
-        if not same(mine, theirs)
-    ]
-    return float(sum((mine - theirs).norm() / theirs.norm() for mine, theirs in pairs) / len(pairs)) if pairs else 0.0
 
 
 if __name__ == "__main__":
