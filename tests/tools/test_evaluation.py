@@ -601,12 +601,6 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
     again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
     assert again is not None
     assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
-    # As it was kept before there were intervals.
-    for path in (tmp_path / "out" / "sets").iterdir():
-        path.write_text(json.dumps({"fid": 0.0, "kid": 0.0}))
-    again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
-    assert again is not None
-    assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
 
 
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

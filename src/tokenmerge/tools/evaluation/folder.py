@@ -108,7 +108,14 @@ class Folder:
         """What was asked for here before."""
         if not self._record.is_file():
             return None
-        return read_json(self._record, "it says how all else here was made: give another --out")
+        before = read_json(self._record, "it says how all else here was made: give another --out")
+        # It kept one config each, and not a list of techniques.
+        if any(isinstance(config, dict) for config in before.get("configurations", {}).values()):
+            raise TokenMergeError(
+                f"{self.root} holds an evaluation of tokenmerge 0.1, whose techniques had other names and fields; "
+                "give another --out"
+            )
+        return before
 
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
         """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
