@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from typing import Any
 from tokenmerge.planning.tables import markdown
 
 ROOT = Path(__file__).parent.parent
+# Pixels along a side, and steps.
+SIDE, STEPS = 256, 28
 PROMPTS = ("a photo of a sunflower", "a photo of a red rose", "a photo of a tulip", "a photo of a daisy")
 HOLD, MERGE, CACHE = "TokenMergeHold", "TokenMergeMerge", "EasyCache"
 # What is drawn: a name, the nodes between loader and sampler with their changed widgets, and the share of the steps.
@@ -43,8 +44,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-comfyui" / "bin" / "python")
-    parser.add_argument("--side", type=int, default=256, help="pixels along a side")
-    parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests_comfyui"))
@@ -53,24 +52,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.python, Path(folder), cache=True)
         try:
-            records = measured(server, options)
+            records = measured(server, PROMPTS[: options.prompts])
         finally:
             server.close()
-    command = shlex.join(["python", "benchmarks/comfyui.py", *_changed(parser, options)])
+    command = f"python benchmarks/comfyui.py --prompts {options.prompts}"
     lines = [json.dumps({**record, "command": command}) for record in records]
     options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _changed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """Arguments that differ from their defaults, without where things are."""
-    found = []
-    for name in ("side", "steps", "prompts"):
-        if getattr(options, name) != parser.get_default(name):
-            found += [f"--{name}", str(getattr(options, name))]
-    return found
-
-
-def measured(server: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(server: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
     import torch
     from safetensors.torch import load_file
     from server import sampled
@@ -84,15 +74,15 @@ def measured(server: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     pictures: dict[str, list[Any]] = {}
     records = []
     # A first run loads everything.
-    server.run(sampled(("TestFlux", {"prompt": PROMPTS[0], "side": options.side, "batch": 1}), steps=1))
+    server.run(sampled(("TestFlux", {"prompt": PROMPTS[0], "side": SIDE, "batch": 1}), steps=1))
     for name, nodes, share in CONFIGURATIONS:
         figures = []
         drawn = []
-        for seed, prompt in enumerate(PROMPTS[: options.prompts]):
-            loader = ("TestFlux", {"prompt": prompt, "side": options.side, "batch": 1})
+        for seed, prompt in enumerate(prompts):
+            loader = ("TestFlux", {"prompt": prompt, "side": SIDE, "batch": 1})
             patches = [("TestClock", {"run": len(records)}), *(server.usual(node, **each) for node, each in nodes)]
             before = len(server.log())
-            file = server.run(sampled(loader, *patches, steps=round(options.steps * share), seed=seed))["save"]
+            file = server.run(sampled(loader, *patches, steps=round(STEPS * share), seed=seed))["save"]
             told = server.log()[before:]
             (seconds,) = re.findall(r"sampled in [\d.]+ s, ([\d.]+) s of the processor", told)
             drawn.append(decode(load_file(file)["latent_tensor"]))
@@ -102,7 +92,7 @@ def measured(server: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
             for figure, plain, mine in zip(figures, pictures["plain"], drawn, strict=True):
                 figure["psnr"] = pixels.psnr(plain, mine)
         seconds = statistics.median(each["seconds"] for each in figures)
-        record = {"name": name, "nodes": nodes, "side": options.side, "steps": round(options.steps * share)}
+        record = {"name": name, "nodes": nodes, "side": SIDE, "steps": round(STEPS * share)}
         records.append({**record, "seconds": seconds, "pictures": figures, "environment": known})
         print(f"{name}: {seconds:.2f} s, PSNR {[each.get('psnr') for each in figures]}", flush=True)
     return records

@@ -132,7 +132,7 @@ def error(scheduler: Any, pictures: list[list[Tensor]], every: int, coordinate: 
             slope = (picture[last] - picture[before]) / (places[last] - places[before])
             for step in range(last + 1, min(last + every, STEPS)):
                 expected = picture[last] + slope * (places[step] - places[last])
-                off, length = ((each).flatten(1).norm(dim=1) for each in (picture[step] - expected, picture[step]))
+                off, length = (each.flatten(1).norm(dim=1) for each in (picture[step] - expected, picture[step]))
                 found.append(float((off / length).max()))
     return round(math.sqrt(sum(each**2 for each in found) / len(found)), 5)
 

@@ -23,6 +23,9 @@ import tokenmerge
 import tokenmerge_models
 from tokenmerge import Hold, Merge
 
+# With the share of blocks that runs whole at the start.
+MODELS = {"tiny-flux": 0.25, "tiny-sdxl": 0}
+RATIOS, EVERY, SIDE = (0.5, 0.75), (2, 3, 5), 256
 # Longer than any picture.
 _NEVER = 1000
 RULES = {"renewed": {}, "kept": {"destinations_every": _NEVER, "weights_every": _NEVER}}
@@ -31,26 +34,21 @@ PROMPTS = ("a photo of a sunflower", "a photo of an oxeye daisy")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny-flux", "tiny-sdxl"])
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.75])
-    parser.add_argument("--every", nargs="+", type=int, default=[2, 3, 5])
-    parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     lines = []
-    for model in options.models:
+    for model, skip in MODELS.items():
         folder = tokenmerge_models.models()[model]
         pipe = DiffusionPipeline.from_pretrained(folder)
         pipe.set_progress_bar_config(disable=True)
         known = json.loads((folder / "tokenmerge.json").read_text())
-        plain = draw(pipe, known, options.size)
-        for ratio in options.ratios:
-            skip = 0.25 if model == "tiny-flux" else 0
+        plain = draw(pipe, known)
+        for ratio in RATIOS:
             merges = {rule: Merge(ratio=ratio, skip_first=skip, start=0.2, **more) for rule, more in RULES.items()}
-            merged = draw(tokenmerge.apply(pipe, merges["renewed"]), known, options.size)
-            for every, rule in itertools.product(options.every, RULES):
-                held = draw(tokenmerge.apply(pipe, [merges[rule], Hold(every=every)]), known, options.size)
-                record = {"model": model, "size": options.size, "steps": known["steps"], "pictures": len(held)}
+            merged = draw(tokenmerge.apply(pipe, merges["renewed"]), known)
+            for every, rule in itertools.product(EVERY, RULES):
+                held = draw(tokenmerge.apply(pipe, [merges[rule], Hold(every=every)]), known)
+                record = {"model": model, "size": SIDE, "steps": known["steps"], "pictures": len(held)}
                 record |= {"ratio": ratio, "every": every, "maps": rule, "mse_to_plain": mse(held, plain)}
                 record |= {"mse_to_merged": mse(held, merged), "kinds": tokenmerge.summary(pipe).steps}
                 lines.append(json.dumps(record))
@@ -59,12 +57,12 @@ def main() -> None:
     options.out.write_text("\n".join(lines) + "\n")
 
 
-def draw(pipe: Any, known: dict[str, Any], side: int) -> np.ndarray:
+def draw(pipe: Any, known: dict[str, Any]) -> np.ndarray:
     """A picture of every prompt, by a seed of its own."""
     pictures = []
     for seed, prompt in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(seed)
-        call = {"num_inference_steps": known["steps"], "height": side, "width": side, **known["call"]}
+        call = {"num_inference_steps": known["steps"], "height": SIDE, "width": SIDE, **known["call"]}
         pictures.append(pipe(prompt, generator=generator, output_type="np", **call).images[0])
     return 255 * np.stack(pictures)
 

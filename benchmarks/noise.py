@@ -32,7 +32,7 @@ from tokenmerge import Hold
 from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.measure import environment
 
-SIDE, STEPS = 128, 28
+SIDE, STEPS, PICTURES = 128, 28, 2
 SDE = {"algorithm_type": "sde-dpmsolver++"}
 TECHNIQUES = {
     "tiny-flux": [Hold(every=2, what="prediction"), Hold(every=3, what="prediction"), Hold(what="prediction")],
@@ -62,30 +62,28 @@ def schedulers(model: str, own: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["tiny-flux", "tiny-sdxl"])
-    parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     known = environment(torch.device("cpu"))
     with options.out.open("w") as file:
-        for model in options.models:
-            for record in measure(model, options.prompts):
+        for model in TECHNIQUES:
+            for record in measure(model):
                 file.write(json.dumps({**record, "environment": known}) + "\n")
                 file.flush()
 
 
-def measure(model: str, count: int) -> Iterator[dict[str, Any]]:
+def measure(model: str) -> Iterator[dict[str, Any]]:
     folder = tokenmerge_models.models()[model]
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     call = json.loads((folder / "tokenmerge.json").read_text())["call"]
     every = read_prompts()
-    prompts = every[:: max(1, len(every) // count)][:count]
+    prompts = every[:: len(every) // PICTURES][:PICTURES]
 
     def draw(steps: int) -> list[np.ndarray]:
         size = {"num_inference_steps": steps, "height": SIDE, "width": SIDE, "output_type": "np"}
-        generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+        generators = [torch.Generator().manual_seed(seed) for seed in range(PICTURES)]
         pairs = zip(prompts, generators, strict=True)
         # Some schedulers draw from the global generator.
         torch.manual_seed(0)

@@ -3,7 +3,6 @@
     python benchmarks/ops.py --out ops.jsonl              # every image, on a GPU
     python benchmarks/ops.py --cases sdxl --regions tile:8x8 --ratios 0.5
     python benchmarks/ops.py --cases wan-720p --regions tile:2x4x4 --dtype bfloat16
-    python benchmarks/ops.py --table ops.jsonl            # the table of a finished run
     TRITON_INTERPRET=1 python benchmarks/ops.py --smoke   # that it runs; the times mean nothing
 
 An operation whose result is wrong is not timed: the run stops. Inputs rotate through more memory than the L2 cache
@@ -32,6 +31,7 @@ from torch import Tensor
 from tokenmerge import Merge
 from tokenmerge.merging.grid import Partition, TokenGrid, invert_order, partition_grids, split_regions
 from tokenmerge.merging.ops import backend_for, reference
+from tokenmerge.planning.tables import markdown
 from tokenmerge.tools.measure import captured, environment
 
 # Batch, grid and channels of a layer.
@@ -325,7 +325,7 @@ def table(records: list[dict[str, Any]]) -> str:
             found.setdefault((*key, record["regions"]), {})[record["implementation"]] = record
     heads = ["layer", "regions", "ratio", "operation", "mode", "kernel ms (10-90%)"]
     heads += ["reference", "tomesd", "floor", "kernel / floor", "copy", "kernel / copy"]
-    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    rows = []
     for (layer, ratio, mode, operation, regions), timed in found.items():
         kernel, plain, copy = (timed.get(name) for name in ("kernel", "reference", "copy"))
         if not kernel and not plain:
@@ -348,8 +348,8 @@ def table(records: list[dict[str, Any]]) -> str:
             f"{copy['ms']:.4f}" if copy else "",
             f"{kernel['ms'] / copy['ms']:.2f}" if kernel and copy else "",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown(heads, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -364,12 +364,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--table", type=Path, metavar="JSONL", help="print the table of a finished run and stop")
     parser.add_argument("--smoke", action="store_true", help="a tiny case, without a GPU in Triton's interpreter")
     arguments = parser.parse_args(argv)
-    if arguments.table:
-        print(table([json.loads(line) for line in arguments.table.read_text().splitlines()]))
-        return
     if arguments.smoke:
         arguments.cases, arguments.ratios, arguments.dtype = ["smoke", "smoke-video"], [0.5], "float32"
         arguments.regions, arguments.warmups, arguments.repeats = ["tile:2x4x4", "whole"], 0, 1

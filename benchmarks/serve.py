@@ -38,7 +38,8 @@ from tokenmerge.tools.measure import environment
 # The pipeline is that of the tests.
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 COMMAND = "python benchmarks/serve.py"
-BATCHES = (8, 1)
+REQUESTS, CLIENTS, REPLICAS, STEPS, SIDE, SPEED = 200, 16, 2, 4, 64, "plain"
+TURNS, BATCHES = 2, (8, 1)
 # In the title of a process that draws.
 REPLICA = "ServeReplica:tokenmerge:Worker"
 # An answer that takes longer is lost.
@@ -47,13 +48,6 @@ PATIENCE = 120
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--side", type=int, default=64)
-    parser.add_argument("--speed", default="plain")
-    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     from saved import save_sdxl
@@ -61,24 +55,22 @@ def main() -> None:
     options.out.write_text("")
     with tempfile.TemporaryDirectory() as folder:
         model = save_sdxl(Path(folder) / "tiny")
-        for turn in range(options.turns):
+        for turn in range(TURNS):
             for max_batch in BATCHES:
                 # At once: a run that is ended keeps what it has measured.
-                for line in measured(model, max_batch, turn, options):
+                for line in measured(model, max_batch, turn):
                     append_line(options.out, line)
 
 
-def measured(model: Path, max_batch: int, turn: int, options: argparse.Namespace) -> Iterator[str]:
+def measured(model: Path, max_batch: int, turn: int) -> Iterator[str]:
     """A line for the undisturbed server, and one for that which loses a replica."""
-    asked = {name: getattr(options, name) for name in ("requests", "clients", "replicas", "steps", "side", "speed")}
-    with served(model, max_batch, options) as (process, address):
-        body = {"prompt": "a rose", "size": f"{options.side}x{options.side}", "steps": options.steps}
-        body["speed"] = options.speed
-        load(address, body, 2 * options.clients, options.clients)
+    asked = {"requests": REQUESTS, "clients": CLIENTS, "replicas": REPLICAS}
+    asked |= {"steps": STEPS, "side": SIDE, "speed": SPEED}
+    with served(model, max_batch) as (process, address):
+        load(address, 2 * CLIENTS)
         for kills in (False, True):
             before = batches(address)
-            victim = process if kills else None
-            found = load(address, body, options.requests, options.clients, victim)
+            found = load(address, REQUESTS, victim=process if kills else None)
             drawn, count = (after - was for after, was in zip(batches(address), before, strict=True))
             record = {**asked, "max_batch": max_batch, "turn": turn, "killed": kills, **found}
             record |= {"mean_batch": round(drawn / count, 2), "command": COMMAND, "environment": where()}
@@ -96,12 +88,12 @@ def where() -> dict[str, str]:
 
 
 @contextmanager
-def served(model: Path, max_batch: int, options: argparse.Namespace) -> Iterator[tuple[psutil.Process, str]]:
+def served(model: Path, max_batch: int) -> Iterator[tuple[psutil.Process, str]]:
     """A server of its own, and its address; nothing of it is left afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "tokenmerge", "serve", "--model", str(model), "--device", "cpu"]
-    command += ["--port", str(port), "--replicas", str(options.replicas), "--max-batch", str(max_batch)]
+    command += ["--port", str(port), "--replicas", str(REPLICAS), "--max-batch", str(max_batch)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         told = process.stdout.readline() if process.stdout else ""
@@ -116,11 +108,10 @@ def served(model: Path, max_batch: int, options: argparse.Namespace) -> Iterator
             each.kill()
 
 
-def load(
-    address: str, body: dict[str, Any], requests: int, clients: int, victim: psutil.Process | None = None
-) -> dict[str, Any]:
+def load(address: str, requests: int, victim: psutil.Process | None = None) -> dict[str, Any]:
     """Ask for so many pictures. victim: the server that loses a replica when half of them are answered."""
     answered = threading.Semaphore(0)
+    body = {"prompt": "a rose", "size": f"{SIDE}x{SIDE}", "steps": STEPS, "speed": SPEED}
 
     def ask(seed: int) -> tuple[int | None, float]:
         begun = time.perf_counter()
@@ -142,7 +133,7 @@ def load(
         return status, time.perf_counter() - begun
 
     begun = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool:
         asked = [pool.submit(ask, seed) for seed in range(requests)]
         if victim is not None:
             for _ in range(requests // 2):
@@ -177,35 +168,15 @@ def table(records: list[dict[str, Any]]) -> str:
     groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault((record["killed"], record["max_batch"]), []).append(record)
+    formats = {"mean_batch": "{:.1f}", "throughput": "{:.1f}", "p50": "{:.2f} s", "p95": "{:.2f} s"}
     rows = []
     for (killed, max_batch), found in groups.items():
-        median = {
-            name: statistics.median(each[name] for each in found) for name in ("mean_batch", "throughput", "p50", "p95")
-        }
-        rows.append(
-            [
-                "one killed midway" if killed else "both alive",
-                str(max_batch),
-                str(len(found)),
-                f"{median['mean_batch']:.1f}",
-                f"{median['throughput']:.1f}",
-                f"{median['p50']:.2f} s",
-                f"{median['p95']:.2f} s",
-                *(str(sum(each[name] for each in found)) for name in ("answered", "refused", "lost")),
-            ]
-        )
-    header = [
-        "replicas",
-        "`--max-batch`",
-        "turns",
-        "mean batch",
-        "pictures / s",
-        "p50",
-        "p95",
-        "answered",
-        "refused",
-        "lost",
-    ]
+        medians = [told.format(statistics.median(each[name] for each in found)) for name, told in formats.items()]
+        counts = [str(sum(each[name] for each in found)) for name in ("answered", "refused", "lost")]
+        where = ["one killed midway" if killed else "both alive", str(max_batch), str(len(found))]
+        rows.append([*where, *medians, *counts])
+    header = ["replicas", "`--max-batch`", "turns", "mean batch", "pictures / s", "p50", "p95"]
+    header += ["answered", "refused", "lost"]
     first = records[0]
     size = f"{first['side']}x{first['side']}"
     conditions = (

@@ -3,17 +3,8 @@
     python benchmarks/tables.py           # rewrite what is out of date
     python benchmarks/tables.py --check   # say what is out of date, and fail
 
-A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds:
-`bench` (every comparison of the files, each with its command), `speed` (one line for each comparison: the speed-up at
-every ratio), `ops` (single operations), `eval` (the pictures of an evaluation, with the times of a second one, if it is
-named, which may have been timed otherwise; where the paper's figures of the same rows are known, they stand beside it),
-`maps`, `overlap` and `locality` (what `tokenmerge reproduce` finds without comparing pictures), `front` (the fronts of
-an evaluation), `heldmaps` (what becomes of maps under Hold), `generic` (what can be held without a table), `video`
-(which regions suit frames that move), `equal-time` (what drifts least at equal speed-up), `rivals` (every configuration
-on both yardsticks, by work), `losses` (what a user would choose between), `serve` (load on the server), `coordinates`
-(what residuals run straightest over), `making-up` (what full steps gain by making up for held ones), `drift` (how well
-Hold knows its drift), `goals` (what bounds Hold's speed, and its worst pictures), `noise` (what it drifts under
-schedulers that add noise) and `comfyui` (the nodes beside ComfyUI's own cache).
+A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds are
+those of `OF_RECORDS` and `OF_FILES` below.
 """
 
 from __future__ import annotations
@@ -22,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +47,7 @@ def read(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def bench_tables(names: list[str]) -> str:
+    """Every comparison, with its command."""
     records = [record for name in names for record in bench.read(RESULTS / name)]
     commands = dict.fromkeys(record["command"] for record in records)
     shown = "\n".join(commands)
@@ -97,33 +89,27 @@ def _without_ratio(label: str, merge: dict[str, Any] | None) -> str:
     return f"{told}, {'per component' if merge['sites'] == 'component' else 'once per block'}" if merge else told
 
 
-def ops_table(names: list[str]) -> str:
-    return ops.table(read(names))
-
-
 def eval_table(names: list[str]) -> str:
-    """The results of an evaluation of one of the paper's studies; files are named by study and model."""
-    pictures, *times = names
-    records = read([pictures])
+    """The pictures of one of the paper's studies, and the times of a second file, which may be made otherwise. Files
+    are named by study and model. Where the paper's figures of the same rows are known, they stand beside."""
+    pictures, times = names
+    records, timed = read([pictures]), {record["label"]: record for record in read([times])}
     study = Path(pictures).stem.split("-")[0]
     paper = {record["label"]: record for record in read([PAPER]) if record["study"] == study}
     columns = {"configuration": [f"`{record['label']}`" for record in records]}
+    columns["s / picture"] = [f"{timed[record['label']]['timing']['median']:.4g}" for record in records]
+    for title, name in (("speed-up", "speed_up"), ("denoiser speed-up", "denoiser_speed_up")):
+        columns[title] = [f"{timed[record['label']][name]:.2f}x" for record in records]
     conditions = (
-        f"Pictures: {fronts.conditions(records[0])}, {records[0]['prompts']} prompts x {records[0]['seeds']} seeds."
+        f"Pictures: {fronts.conditions(records[0])}, {records[0]['prompts']} prompts x {records[0]['seeds']} seeds. "
+        f"Time: {fronts.conditions(timed['none'])}, in batches of {timed['none']['timing']['batch']}."
     )
-    if times:
-        timed = {record["label"]: record for record in read(times)}
-        columns["s / picture"] = [f"{timed[record['label']]['timing']['median']:.4g}" for record in records]
-        for title, name in (("speed-up", "speed_up"), ("denoiser speed-up", "denoiser_speed_up")):
-            columns[title] = [f"{timed[record['label']][name]:.2f}x" for record in records]
-        first = timed["none"]
-        conditions += f" Time: {fronts.conditions(first)}, in batches of {first['timing']['batch']}."
-        unreplayed = [f"`{label}`" for label, each in timed.items() if each["compile"] and not each["timing"]["graphs"]]
-        if unreplayed:
-            conditions += (
-                f" No CUDA graph replays {', '.join(unreplayed)}: the host takes part in their maps, and its launches "
-                "are in their times."
-            )
+    unreplayed = [f"`{label}`" for label, each in timed.items() if each["compile"] and not each["timing"]["graphs"]]
+    if unreplayed:
+        conditions += (
+            f" No CUDA graph replays {', '.join(unreplayed)}: the host takes part in their maps, and its launches are "
+            "in their times."
+        )
     for metric in METRICS:
         if any(metric.name in record["metrics"] for record in records):
             title = f"{metric.title} {'↑' if metric.higher_is_better else '↓'}"
@@ -146,19 +132,14 @@ def _figure(metric: Metric, value: dict[str, float] | None) -> str:
     return f"{value['mean']:.{metric.digits}f}{interval}"
 
 
-def maps_table(names: list[str]) -> str:
-    return map_table(read(names))
+def overlap_table(records: list[dict[str, Any]]) -> str:
+    return markdown(*overlap_cells(records, preset(OVERLAP_PRESET).destinations_every))
 
 
-def overlap_table(names: list[str]) -> str:
-    interval = preset(OVERLAP_PRESET).destinations_every
-    return markdown(*overlap_cells(read(names), interval))
-
-
-def held_maps_table(names: list[str]) -> str:
+def held_maps_table(records: list[dict[str, Any]]) -> str:
     """Drift with maps that are renewed as due, and kept once Hold begins, side by side."""
     rows: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for record in read(names):
+    for record in records:
         where = (record["model"], f"{record['ratio']:g}", str(record["every"]))
         rows.setdefault(where, {})[record["maps"]] = record
     header = ["model", "ratio", "every", "renewed: MSE to plain", "to merged", "kept: MSE to plain", "to merged"]
@@ -168,9 +149,8 @@ def held_maps_table(names: list[str]) -> str:
     )
 
 
-def generic_table(names: list[str]) -> str:
+def generic_table(records: list[dict[str, Any]]) -> str:
     """What is held of every class without a table, and why of some nothing is."""
-    records = read(names)
     held = [record for record in records if record["outcome"] == "held"]
     checked = [record for record in held if all(record["checks"].values())]
     equal = [record for record in held if "table" in record["checks"]]
@@ -218,12 +198,11 @@ VIDEO_TOKENS = {
 }
 
 
-def video_table(names: list[str]) -> str:
+def video_table(records: list[dict[str, Any]]) -> str:
     """What tiles lose of clips that move, at half of the tokens: means over motions, blocks and levels of noise."""
-    records = [record for record in read(names) if record["ratio"] == 0.5]
     rows = []
     for (features, shared), told in VIDEO_TOKENS.items():
-        kind = [each for each in records if each["features"].split()[0] == features]
+        kind = [each for each in records if each["ratio"] == 0.5 and each["features"].split()[0] == features]
         clips = [each for each in kind if each["frames_share_noise"] is shared]
         for tile, regions in VIDEO_TILES.items():
             found = [clip["tiles"][tile] for clip in clips if clip["motion"] != "still"]
@@ -239,33 +218,16 @@ def video_table(names: list[str]) -> str:
     return markdown(["tokens", "regions", *header], rows)
 
 
-def locality_table(names: list[str]) -> str:
-    return markdown(*locality_cells(read(names)))
-
-
-def front_table(names: list[str]) -> str:
-    return fronts.front_table(read(names))
-
-
-def equal_time_table(names: list[str]) -> str:
-    return fronts.equal_time_table(read(names))
-
-
-def rivals_table(names: list[str]) -> str:
-    return fronts.rivals_table(read(names))
+def locality_table(records: list[dict[str, Any]]) -> str:
+    return markdown(*locality_cells(records))
 
 
 def losses_table(names: list[str]) -> str:
     return fronts.losses_table([read([name]) for name in names])
 
 
-def serve_table(names: list[str]) -> str:
-    return serve.table(read(names))
-
-
-def coordinates_table(names: list[str]) -> str:
+def coordinates_table(records: list[dict[str, Any]]) -> str:
     """How much larger errors are than by the best coordinate of the same rows, on average and at most."""
-    records = read(names)
     coordinates = list(records[0]["errors"])
     rows = []
     for model, schedule in dict.fromkeys((record["model"], record["schedule"]) for record in records):
@@ -278,10 +240,10 @@ def coordinates_table(names: list[str]) -> str:
     return markdown(["model", "schedule", *coordinates], rows)
 
 
-def making_up_table(names: list[str]) -> str:
+def making_up_table(records: list[dict[str, Any]]) -> str:
     """Squared errors with making up and without it."""
     rows = []
-    for record in read(names):
+    for record in records:
         hold = record["hold"]
         how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
         with_it, without = (sum(record["mse"][name]) / len(record["mse"][name]) for name in ("made_up", "not_made_up"))
@@ -295,10 +257,10 @@ def making_up_table(names: list[str]) -> str:
     return markdown(header, rows)
 
 
-def drift_table(names: list[str]) -> str:
+def drift_table(records: list[dict[str, Any]]) -> str:
     """How well estimates of drift agree with the truth."""
     rows = []
-    for model, told in drift.judged(read(names)).items():
+    for model, told in drift.judged(records).items():
         within = sorted(told["within"])
         middle = within[len(within) // 2]
         cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off_50']:.1f}", f"{told['off_90']:.1f}"]
@@ -307,10 +269,10 @@ def drift_table(names: list[str]) -> str:
     return markdown(["model", "pictures", *header], rows)
 
 
-def goals_table(names: list[str]) -> str:
+def goals_table(records: list[dict[str, Any]]) -> str:
     """What Hold's goals are judged by: the work that bounds the speed-up, and drift, also of the worst pictures."""
     rows = []
-    for record in read(names):
+    for record in records:
         if not record["techniques"]:
             continue
         metrics, worst = record["metrics"], record["worst"]["lpips"]
@@ -322,14 +284,10 @@ def goals_table(names: list[str]) -> str:
     return markdown(header, rows)
 
 
-def comfyui_table(names: list[str]) -> str:
-    return comfyui.table(read(names))
-
-
-def noise_table(names: list[str]) -> str:
+def noise_table(records: list[dict[str, Any]]) -> str:
     """What Hold drifts, beside as many steps of the same scheduler as it ran in full."""
     rows = []
-    for record in read(names):
+    for record in records:
         hold = record["hold"]
         how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
         figures = [record[name][figure] for name in ("held", "fewer_steps") for figure in ("mse", "grain")]
@@ -341,28 +299,31 @@ def noise_table(names: list[str]) -> str:
     return markdown(header, rows)
 
 
-KINDS = {
-    "bench": bench_tables,
-    "speed": speed_table,
-    "ops": ops_table,
-    "eval": eval_table,
-    "maps": maps_table,
+# By the records of all files together, and by files of which each is read for itself.
+OF_RECORDS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "ops": ops.table,
+    "maps": map_table,
     "overlap": overlap_table,
     "locality": locality_table,
     "heldmaps": held_maps_table,
     "generic": generic_table,
     "video": video_table,
-    "front": front_table,
-    "equal-time": equal_time_table,
-    "rivals": rivals_table,
-    "losses": losses_table,
-    "serve": serve_table,
+    "front": fronts.front_table,
+    "equal-time": fronts.equal_time_table,
+    "rivals": fronts.rivals_table,
+    "serve": serve.table,
     "coordinates": coordinates_table,
     "making-up": making_up_table,
     "drift": drift_table,
     "goals": goals_table,
-    "comfyui": comfyui_table,
+    "comfyui": comfyui.table,
     "noise": noise_table,
+}
+OF_FILES: dict[str, Callable[[list[str]], str]] = {
+    "bench": bench_tables,
+    "speed": speed_table,
+    "eval": eval_table,
+    "losses": losses_table,
 }
 
 
@@ -371,7 +332,8 @@ def filled(text: str) -> str:
 
     def fill(found: re.Match[str]) -> str:
         kind, *names = found["request"].split()
-        return f"{found[1]}{KINDS[kind](names)}\n{found[3]}"
+        made = OF_FILES[kind](names) if kind in OF_FILES else OF_RECORDS[kind](read(names))
+        return f"{found[1]}{made}\n{found[3]}"
 
     return MARK.sub(fill, text)
 

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from tokenmerge import api
@@ -33,6 +31,7 @@ from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.families.base import Block
 from tokenmerge.merging.places import merge_places
 from tokenmerge.presets import preset
+from tokenmerge.tools.drawing.pictures import to_tensor
 from tokenmerge.tools.drawing.studio import Setup, Studio
 from tokenmerge.tools.files import to_json
 from tokenmerge.tools.healing.adapter import Adapter
@@ -218,7 +217,7 @@ class Comparison:
         """One of each held-out caption."""
         studio.pipe.set_progress_bar_config(disable=True)
         drawn = [studio.draw(item.caption, (JUDGED + place,))[0][0] for place, item in enumerate(self.held_out)]
-        return [Picture(_pixels(picture)) for picture in drawn]
+        return [Picture(to_tensor(picture)) for picture in drawn]
 
     def drift(self, pictures: Sequence[Picture]) -> dict[str, float]:
         metrics = choose_metrics(METRICS, Sources(self.asked.networks)).metrics
@@ -260,10 +259,6 @@ class Comparison:
                 found[name] = self.drift(self._pictures(studio))
         weights = sum(weight.numel() for weight in adapter.weights.values())
         return {**found, "seconds": seconds, "weights": weights}
-
-
-def _pixels(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture.convert("RGB")))
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Measures which regions suit video: tiles within a frame, or tiles over several frames.
 
     python benchmarks/video.py --data FOLDER --out benchmarks/results/video-tiles.jsonl
-    python benchmarks/video.py --table benchmarks/results/video-tiles.jsonl   # the tables of a finished run
 
 FOLDER holds photographs as `*.npz` files: `data`, the bytes of pictures one after the other, and `offsets`. A camera
 stands still, pans or zooms over them. Speeds are told per latent frame, which is four pixel frames. Tokens are
@@ -45,10 +44,11 @@ from torch import Tensor
 
 import tokenmerge_models
 from tokenmerge.merging.ops import reference
-from tokenmerge.planning.tables import markdown
 from tokenmerge.tools.measure import environment
 
 FRAMES, SIDE = 8, 256
+# Photographs; fewer for the model, which takes most of the time.
+PICTURES, FLUX_PICTURES = 16, 3
 RATIOS = (0.5, 0.75)
 # Frames, rows and columns of a tile, and what frames share.
 TILES = {
@@ -85,24 +85,16 @@ NOISES = list(itertools.product((0.2, 0.5, 0.8), (True, False)))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of photographs")
-    parser.add_argument("--photographs", type=int, default=16)
-    parser.add_argument("--flux-photographs", type=int, default=3, help="the model takes most of the time")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of this file")
+    parser.add_argument("--data", type=Path, required=True, help="folder of photographs")
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    if options.table:
-        print(tables([json.loads(line) for line in options.table.read_text(encoding="utf-8").splitlines()]))
-        return
-    if not options.data or not options.out:
-        parser.error("give --data and --out, or --table")
     torch.set_num_threads(1)
     known = environment(torch.device("cpu"))
     lines = []
     with torch.no_grad():
         for conditions, tokens, target in itertools.chain(
-            latents(read_photographs(options.data, options.photographs)),
-            hidden(read_photographs(options.data, options.flux_photographs)),
+            latents(read_photographs(options.data, PICTURES)),
+            hidden(read_photographs(options.data, FLUX_PICTURES)),
         ):
             conditions |= {"photographs": tokens.shape[0], "grid": "x".join(map(str, tokens.shape[1:4]))}
             conditions["change"], conditions["target_change"] = (
@@ -298,27 +290,6 @@ def change(clips: Tensor, scale: Tensor) -> float:
 def lengths_of(clips: Tensor) -> Tensor:
     """Mean length of what changes from each frame to the next."""
     return (clips[:, 1:] - clips[:, :-1]).norm(dim=-1).mean((0, 2, 3))
-
-
-def tables(records: list[dict[str, Any]]) -> str:
-    """Error and flicker of the target in each tiling: a table for every kind of tokens, noise and ratio, a column for
-    every motion, with the mean of blocks and levels of noise."""
-    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for record in sorted(records, key=lambda record: record["ratio"]):
-        noise = {None: "no noise", True: "shared noise", False: "own noise"}[record["frames_share_noise"]]
-        title = f"{record['features'].split()[0]}, {noise}, ratio {record['ratio']:g}"
-        speed = {"still": "", "pan": f" {record['speed']:g}", "zoom": f" {record['speed']:.0%}"}[record["motion"]]
-        groups.setdefault(title, {}).setdefault(f"{record['motion']}{speed}", []).append(record["tiles"])
-    parts = []
-    for title, columns in groups.items():
-        rows = [[name, *(_cell([tiles[name] for tiles in column]) for column in columns.values())] for name in TILES]
-        parts.append(f"{title}: error / flicker\n\n{markdown(['tiles', *columns], rows)}")
-    return "\n\n".join(parts)
-
-
-def _cell(told: list[dict[str, float]]) -> str:
-    keys = ("target_error", "target_flicker")
-    return " / ".join(f"{sum(each[key] for each in told) / len(told):.2f}" for key in keys)
 
 
 if __name__ == "__main__":

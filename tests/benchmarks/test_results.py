@@ -3,6 +3,7 @@ of in a form that the commands read."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import sys
@@ -151,6 +152,13 @@ def test_denoisers_that_are_said_to_have_a_table_have_one() -> None:
         kind = getattr(diffusers, row["class"].partition(" ")[0])
         assert row["table"] == issubclass(kind, tabled), row["class"]
     assert {each.__name__ for each in tabled} <= {row["class"] for row in rows}
+
+
+def test_denoisers_are_tried_without_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tried = importlib.import_module("generic").tried("FluxTransformer2DModel")
+    assert tried["runs"] == [["transformer_blocks.0", "single_transformer_blocks.2"]]
+    assert tried["checks"] == {"plain": True, "again": True, "removed": True, "table": True}
 
 
 def test_runs_that_wait_for_a_gpu_can_be_made(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

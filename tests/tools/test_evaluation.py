@@ -601,12 +601,6 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
     again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
     assert again is not None
     assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
-    # As it was kept before there were intervals.
-    for path in (tmp_path / "out" / "sets").iterdir():
-        path.write_text(json.dumps({"fid": 0.0, "kid": 0.0}))
-    again = evaluate(replace(asked, reference=moved), tmp_path / "out", resume=True)
-    assert again is not None
-    assert [row.estimates for row in again.rows] == [row.estimates for row in results.rows]
 
 
 def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -945,8 +939,8 @@ def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> An
         Row(item, {"mse": Estimate(drift, 3.0)}, {"denoiser_seconds": seconds, "batch": 1}, {})
         for item, seconds, drift in zip(made, times, drifts, strict=True)
     ]
-    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "caches": {}}
-    settings |= {"prompts": ["a"], "seeds": [0], "environment": WHERE}
+    settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "scheduler": None}
+    settings |= {"prompts": ["a"], "seeds": [0], "paired": False, "reference_steps": 0, "environment": WHERE}
     # What a plot does not need is not there.
     results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
     series = dict.fromkeys(row.configuration.series for row in rows[1:])

@@ -71,8 +71,7 @@ def to_tensor(picture: Image.Image) -> Tensor:
 
 def to_picture(values: Tensor) -> Image.Image:
     """From uint8 [H, W, 3]."""
-    height, width, _ = values.shape
-    return Image.frombytes("RGB", (width, height), bytes(values.contiguous().flatten().tolist()))
+    return Image.fromarray(values.numpy())
 
 
 def blank(like: Image.Image) -> Image.Image:

@@ -20,10 +20,12 @@ from ..loading import best_device, dtype_on, load_pipeline, outline
 from ..measure import free_memory, timed_calls
 from ..rivals.base import Run
 from ..rivals.diffusers_caches import calibrate
-from ..rivals.reading import TRIAL_STEPS
 from ..solvers import scheduler_named
 from ..typed import PLAIN, Configuration
 from .request import Request, draw
+
+# Of a picture that shows whether a configuration works at all.
+_TRIAL_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ class Studio:
 
     def attempt(self, configuration: Configuration, prompt: str) -> None:
         """Refuse what only the loaded model tells: that a scheduler or a rival does not go with it."""
-        steps = min(TRIAL_STEPS, self.steps_of(configuration))
+        steps = min(_TRIAL_STEPS, self.steps_of(configuration))
         calls = self._calls_a_step(prompt) if configuration.cache else 1
         with ExitStack() as undo:
             self._switch_on(configuration, Run(steps, calls, [1.0] * steps), undo)
@@ -125,7 +127,7 @@ class Studio:
     def _calls_a_step(self, prompt: str) -> int:
         """How often a step of the plain pipeline calls the denoiser."""
         if self._calls is None:
-            steps = min(TRIAL_STEPS, self.request.steps)
+            steps = min(_TRIAL_STEPS, self.request.steps)
             with timed_calls(denoiser_of(self.pipe), self.device) as watch:
                 self.draw(prompt, (0,), steps)
             self._calls = watch.laps // steps

@@ -70,7 +70,7 @@ def _result_lines(results: Results) -> Iterable[dict[str, object]]:
     settings = results.settings
     names = ("model", "size", "steps", "scheduler", "reference_steps", "dtype", "compile", "networks", "environment")
     conditions = {name: settings[name] for name in names}
-    counts = {"prompts": len(settings["prompts"]), "seeds": 1 if settings.get("paired") else len(settings["seeds"])}
+    counts = {"prompts": len(settings["prompts"]), "seeds": 1 if settings["paired"] else len(settings["seeds"])}
     for row in results.rows:
         yield {**results.line(row), **counts, **conditions}
 

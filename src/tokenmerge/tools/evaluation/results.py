@@ -84,7 +84,7 @@ class Results:
     @property
     def reference_steps(self) -> int:
         """Of the second yardstick, or 0."""
-        return int(self.settings.get("reference_steps") or 0)
+        return int(self.settings["reference_steps"])
 
     @property
     def distance(self) -> str | None:
@@ -179,9 +179,7 @@ def _row(
         fmean(each[name] for each in work) if all(name in each for each in work) else None
         for name in ("operations", ESTIMATED)
     )
-    # Pictures of before that was kept do not say.
-    calibrated = all(each.get(CALIBRATED, False) for each in work)
-    drift = None if estimated is None else Drift(estimated, SPREAD, calibrated)
+    drift = None if estimated is None else Drift(estimated, SPREAD, all(each[CALIBRATED] for each in work))
     return Row(configuration, estimates, timing, kinds, operations, drift, worst_of, sets)
 
 

@@ -176,8 +176,7 @@ class Evaluation:
             "refused": self._refusals,
             "prompts": list(self.task.prompts),
             "seeds": list(self.task.seeds),
-            # Only where it is so: evaluations that were begun without a word of it go on.
-            **({"paired": True} if self.task.paired else {}),
+            "paired": self.task.paired,
             "steps": request.steps,
             "scheduler": self.task.scheduler,
             "reference_steps": self._fine_steps,
@@ -202,7 +201,8 @@ class Evaluation:
 
     def make_pictures(self) -> None:
         """This process's share of the pictures, each in a batch of one."""
-        fine = [self._fine] if self._fine and self._fine.label not in self._labels else []
+        labels = {configuration.label for configuration in self.configurations}
+        fine = [self._fine] if self._fine and self._fine.label not in labels else []
         for configuration in (*self.configurations, *fine):
             share = self._processes.share_of(self.samples)
             left = [sample for sample in share if not self.folder.image(configuration, sample).is_file()]
@@ -235,10 +235,6 @@ class Evaluation:
         if not kinds.is_file():
             write_text(kinds, to_json(told.steps))
         save_picture(picture, self.folder.image(configuration, sample))
-
-    @property
-    def _labels(self) -> set[str]:
-        return {configuration.label for configuration in self.configurations}
 
     def _configure(self, configuration: Configuration) -> None:
         if self._studio.mag_ratios is None and is_calibrated([configuration]):
@@ -316,8 +312,7 @@ class Evaluation:
     def _lacking(self, configuration: Configuration) -> bool:
         """Whether metrics of its set are to be measured."""
         known = self._known_of_set(configuration)
-        # A number is of an evaluation that left nothing out.
-        return any(not isinstance(known.get(metric.name), list) for metric in self.choice.of_kind("set"))
+        return any(metric.name not in known for metric in self.choice.of_kind("set"))
 
     def _known_of_set(self, configuration: Configuration) -> dict[str, Any]:
         path = self.folder.sets(configuration)

@@ -50,9 +50,9 @@ def conditions(results: Results) -> str:
     """What the figures hold for."""
     settings = results.settings
     width, height = settings["size"]
-    scheduler = settings.get("scheduler")
-    prompts, seeds, way = len(settings["prompts"]), len(settings["seeds"]), settings["compile"]
-    times = ", a seed for each" if settings.get("paired") else f" x {counted(seeds, 'seed')}"
+    scheduler, way = settings["scheduler"], settings["compile"]
+    prompts, seeds = len(settings["prompts"]), len(settings["seeds"])
+    times = ", a seed for each" if settings["paired"] else f" x {counted(seeds, 'seed')}"
     return (
         f"{settings['model']}, {width}x{height} pixels, {counted(settings['steps'], 'step')}"
         f"{f' of {scheduler}' if scheduler else ''}, {settings['dtype']}"

@@ -65,8 +65,5 @@ class _Watcher:
 
 
 def _grid(call: DenoiserCall, block: Block) -> TokenGrid:
-    if call.ids is None:
-        (grid,) = grids_at_level(call, block.level)
-        return grid
-    (grid,) = grids_of_ids(call.ids)
+    (grid,) = grids_at_level(call, block.level) if call.ids is None else grids_of_ids(call.ids)
     return grid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def recolour(studio: Studio, prompts: Sequence[str], seeds: Sequence[int], out: 
         for seed in seeds:
             seen: list[Hidden] = []
             # What is not shown is not kept: all tokens of all steps would fill the memory.
-            picture = watch(studio, prompt, seed, lambda hidden, seen=seen: _keep(hidden, steps, seen))  # type: ignore[misc]
+            picture = watch(studio, prompt, seed, partial(_keep, steps, seen))
             first = not records
             for hidden in seen:
                 labels = cluster(hidden.tokens, CLUSTERS)
@@ -107,7 +108,7 @@ def coloured_labels(labels: Tensor, grid: TokenGrid) -> Image.Image:
     return small.resize((grid.width * scale, grid.height * scale), Image.Resampling.NEAREST)
 
 
-def _keep(hidden: Hidden, steps: Sequence[int], seen: list[Hidden]) -> None:
+def _keep(steps: Sequence[int], seen: list[Hidden], hidden: Hidden) -> None:
     if hidden.step in steps:
         seen.append(hidden)
 

@@ -117,10 +117,7 @@ class Meter:
         self._networks: dict[str, Any] = {}
 
     def pair(self, metric: Metric, reference: Picture, test: Picture) -> float:
-        if reference.pixels.shape != test.pixels.shape:
-            raise TokenMergeError(
-                f"pictures of {_size(reference)} and {_size(test)} pixels cannot be compared; make them the same size"
-            )
+        pixels.check_sizes(reference.pixels, test.pixels)
         return self._pairwise[metric.name](reference, test)
 
     def text(self, metric: Metric, prompt: str, test: Picture) -> float:
@@ -188,8 +185,3 @@ def _load(name: str, path: Path, device: torch.device, threads: int) -> Any:
 
 def _cosine(first: Tensor, second: Tensor) -> float:
     return (first.double() @ second.double()).item()
-
-
-def _size(picture: Picture) -> str:
-    height, width, _ = picture.pixels.shape
-    return f"{width}x{height}"

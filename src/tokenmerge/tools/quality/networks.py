@@ -90,17 +90,13 @@ def find_network(name: str, sources: Sources) -> Found | Missing:
     if find_spec("transformers") is None:
         return Missing("transformers is not installed; pip install tokenmerge[eval]")
     model = {"clip": sources.clip, "dino": sources.dino}[name]
-    folder = Path(model)
-    if not folder.is_dir() and sources.folder is not None and (sources.folder / name).is_dir():
-        folder = sources.folder / name
-    if not folder.is_dir():
-        from_hub = _from_hub(model)
-        if isinstance(from_hub, str):
-            return Missing(
-                f"{model} cannot be had from the hub ({from_hub}); --{name} FOLDER, or a folder '{name}' in --networks"
-            )
-        folder = from_hub
-    return Found(folder, _digest_folder(folder))
+    folders = [Path(model), *([sources.folder / name] if sources.folder else [])]
+    found = next((folder for folder in folders if folder.is_dir()), None) or _from_hub(model)
+    if isinstance(found, str):
+        return Missing(
+            f"{model} cannot be had from the hub ({found}); --{name} FOLDER, or a folder '{name}' in --networks"
+        )
+    return Found(found, _digest_folder(found))
 
 
 def _from_hub(model: str) -> Path | str:

@@ -17,11 +17,15 @@ _WINDOW, _DEVIATION, _K1, _K2 = 11, 1.5, 0.01, 0.03
 
 def compare(reference: Tensor, test: Tensor) -> dict[str, float]:
     """MSE on the 0-255 scale, PSNR in dB and SSIM of `test` against `reference`."""
+    check_sizes(reference, test)
+    return {"mse": mse(reference, test), "psnr": psnr(reference, test), "ssim": ssim(reference, test)}
+
+
+def check_sizes(reference: Tensor, test: Tensor) -> None:
     if reference.shape != test.shape:
         raise TokenMergeError(
             f"pictures of {_size(reference)} and {_size(test)} pixels cannot be compared; make them the same size"
         )
-    return {"mse": mse(reference, test), "psnr": psnr(reference, test), "ssim": ssim(reference, test)}
 
 
 def mse(reference: Tensor, test: Tensor) -> float:

@@ -66,7 +66,7 @@ def jackknife(value: float, without: Sequence[float]) -> Estimate:
     return Estimate(value, student_quantile(freedom) * math.sqrt(variance))
 
 
-def student_quantile(freedom: int, confidence: float = _CONFIDENCE) -> float:
+def student_quantile(freedom: int) -> float:
     """How many standard errors the interval reaches to either side, by Student's t with `freedom` degrees."""
     # With t = sqrt(freedom) tan(angle) the density is proportional to cos(angle)^(freedom - 1), which is smooth.
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
@@ -81,5 +81,5 @@ def student_quantile(freedom: int, confidence: float = _CONFIDENCE) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if share(middle) < confidence else (low, middle)
+        low, high = (middle, high) if share(middle) < _CONFIDENCE else (low, middle)
     return math.sqrt(freedom) * math.tan(low)

@@ -62,11 +62,7 @@ class Kind(ABC):
         """Switched on inside of a `with` block. Afterwards the pipeline is exactly as it was before."""
 
     def check(self, model: Outline, values: Mapping[str, Any], steps: int) -> None:
-        """Refuse a model, by its config files alone. steps: of the plain schedule."""
-        self.check_package()
-
-    def check_package(self) -> None:
-        """Refuse where its package is missing."""
+        """Refuse where its package is missing, or a model by its config files alone. steps: of the plain schedule."""
         if self.module is not None and find_spec(self.module) is None:
             raise TokenMergeError(f'{self.name} needs a package that is missing: pip install "tokenmerge[rivals]"')
 

@@ -23,8 +23,6 @@ _KINDS: dict[str, Kind] = {kind.name: kind for kind in (*DIFFUSERS_CACHES, Cache
 SCHEDULES = tuple(kind.name for kind in _SCHEDULES)
 CACHES = tuple(name for name in _KINDS if name not in SCHEDULES)
 RIVALS = tuple(_KINDS)
-# Of a picture that shows whether a rival works at all.
-TRIAL_STEPS = 2
 
 
 @dataclass(frozen=True)
