@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -461,6 +462,17 @@ def test_a_folder_does_not_hide_a_bundled_model_of_its_name(tmp_path: Path, monk
         (tmp_path / name).mkdir()
     assert loading.whole_path("tiny-flux") == "tiny-flux"
     assert loading.whole_path("mine") == str(tmp_path.resolve() / "mine")
+
+
+@pytest.mark.parametrize("words", [["presets"], ["--help"]])
+def test_whoever_reads_may_stop(words: list[str]) -> None:
+    """As `head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tokenmerge", *words]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
