@@ -171,6 +171,20 @@ def test_nothing_is_made_up_for_across_a_changed_map(merge: dict[str, int], made
     assert bool(owed(pipe)) == made_up
 
 
+def test_nothing_is_made_up_for_steps_that_were_not_held() -> None:
+    """As where a ControlNet acts for a while: those calls have residuals of their own, and the others pause."""
+    kind, more = BETWEEN["ControlNet of Flux"]
+    denoiser, loop = build(kind, BLOCKS.replace(every=2))
+    loop.set_timesteps()
+    kinds, acts = [], range(5, 9)
+    for step in range(10):
+        output = call(denoiser, 1 + step / 10, **(more if step in acts else {}))
+        kinds.append(denoiser._tokenmerge.state.step.kind)
+        loop.step()
+    assert [step for step, kind in enumerate(kinds) if kind == "held"] == [1, 3, 6, 7]
+    assert torch.equal(output, call(tokenmerge.remove(denoiser), 1.9))
+
+
 def _ends(denoiser: nn.Module, hold: Hold) -> tuple[Block, Block]:
     """The first and the last block of the last run."""
     family = family_of(denoiser)
