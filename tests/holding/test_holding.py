@@ -723,6 +723,23 @@ def test_residuals_stay_within_fp16() -> None:
     assert _clipped(tokens + tokens).tolist() == [largest, -largest, 2.0]
 
 
+@pytest.mark.parametrize(("kind", "hold"), [("sd3", BLOCKS), ("sdxl", STAGES)])
+def test_what_is_made_up_stays_within_fp16(kind: str, hold: Hold) -> None:
+    denoiser, loop = build(kind, hold)
+    denoiser.half()
+    loop.set_timesteps()
+    for _ in range(2):
+        call(denoiser)
+        loop.step()
+    for run in denoiser._tokenmerge.holding.runs:
+        if run.current is not None:
+            run.current.streams[0].value.fill_(-6e4)
+    output = call(denoiser)
+    (error, _) = next(run for run in denoiser._tokenmerge.holding.runs if run.current is not None).current.squares
+    assert error.isfinite().all()
+    assert output.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("technique", "steps", "told"),
     [
