@@ -451,6 +451,26 @@ def test_a_kept_step_that_failed_is_made_again(kind: str, hold: Hold) -> None:
     assert all(torch.equal(*pair) for pair in zip(again[14:], undisturbed[14:], strict=True))
 
 
+@pytest.mark.parametrize(("kind", "hold"), HELD)
+def test_a_held_step_that_failed_is_missed_once(kind: str, hold: Hold) -> None:
+    results = []
+    for fails in (False, True):
+        denoiser, loop = build(kind, hold)
+        loop.set_timesteps()
+        for step in range(3):
+            if fails and step == 1:
+                last = denoiser.conv_out if hasattr(denoiser, "conv_out") else denoiser.proj_out
+                handle = last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+                with pytest.raises(RuntimeError, match="no memory"):
+                    call(denoiser)
+                assert denoiser._tokenmerge.state.step.kind == "held"
+                handle.remove()
+            output = call(denoiser, 1 + step)
+            loop.step()
+        results.append(output)
+    assert torch.equal(*results)
+
+
 def test_residuals_hold_no_graph_of_gradients() -> None:
     denoiser, loop = build("sdxl", BLOCKS)
     loop.set_timesteps()

@@ -113,14 +113,15 @@ class Holding:
         self._keeping, self._restart = None, restart
         if self.act == KEEP:
             self._keeping = self._clock.step
-            # Errors of runs before the last reach the output through it, where no step shows them.
+            # If runs before it made up too, the next would run on tokens that no step has seen.
             *_, last = (run for run in self.runs if run.serves(call))
             for part in self._now:
                 part.residual(last).owed.fill_(self._owed(part))
             return
         for part in self._now:
             # A call that failed may be made again.
-            part.held += [self._clock.step] if self._clock.step not in part.held else []
+            if self._clock.step not in part.held:
+                part.held.append(self._clock.step)
 
     def _point(self, call: DenoiserCall) -> None:
         """Point every run at its residual of a call."""
