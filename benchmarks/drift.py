@@ -156,9 +156,9 @@ def estimate(record: dict[str, Any]) -> float | None:
     place = partial(place_at, total=record["steps"], levels=record["levels"], gain=record["gain"])
     errors = Errors()
     for now, last, before, *calls in record["seen"]:
-        kept = Kept(place(last), place(before))
+        kept = Kept(place(last), place(before), held=tuple(map(place, range(last + 1, now))))
         errors.measured.append(Measured(place(now), kept, [Reading(torch.tensor(error)) for error in calls]))
-    drift = errors.drift(place)
+    drift = errors.drift
     return None if drift is None else drift * record["length"]
 
 

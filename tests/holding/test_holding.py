@@ -171,6 +171,20 @@ def test_nothing_is_made_up_for_across_a_changed_map(merge: dict[str, int], made
     assert bool(owed(pipe)) == made_up
 
 
+def test_nothing_is_made_up_for_steps_that_were_not_held() -> None:
+    """As where a ControlNet acts for a while: those calls have residuals of their own, and the others pause."""
+    kind, more = BETWEEN["ControlNet of Flux"]
+    denoiser, loop = build(kind, BLOCKS.replace(every=2))
+    loop.set_timesteps()
+    kinds, acts = [], range(5, 9)
+    for step in range(10):
+        output = call(denoiser, 1 + step / 10, **(more if step in acts else {}))
+        kinds.append(denoiser._tokenmerge.state.step.kind)
+        loop.step()
+    assert [step for step, kind in enumerate(kinds) if kind == "held"] == [1, 3, 6, 7]
+    assert torch.equal(output, call(tokenmerge.remove(denoiser), 1.9))
+
+
 def _ends(denoiser: nn.Module, hold: Hold) -> tuple[Block, Block]:
     """The first and the last block of the last run."""
     family = family_of(denoiser)
@@ -435,6 +449,26 @@ def test_a_kept_step_that_failed_is_made_again(kind: str, hold: Hold) -> None:
     assert not torch.equal(again[5], undisturbed[5])
     # What was extrapolated over the failed step comes to its end at the next kept one.
     assert all(torch.equal(*pair) for pair in zip(again[14:], undisturbed[14:], strict=True))
+
+
+@pytest.mark.parametrize(("kind", "hold"), HELD)
+def test_a_held_step_that_failed_is_missed_once(kind: str, hold: Hold) -> None:
+    results = []
+    for fails in (False, True):
+        denoiser, loop = build(kind, hold)
+        loop.set_timesteps()
+        for step in range(3):
+            if fails and step == 1:
+                last = denoiser.conv_out if hasattr(denoiser, "conv_out") else denoiser.proj_out
+                handle = last.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+                with pytest.raises(RuntimeError, match="no memory"):
+                    call(denoiser)
+                assert denoiser._tokenmerge.state.step.kind == "held"
+                handle.remove()
+            output = call(denoiser, 1 + step)
+            loop.step()
+        results.append(output)
+    assert torch.equal(*results)
 
 
 def test_residuals_hold_no_graph_of_gradients() -> None:
@@ -707,6 +741,23 @@ def test_residuals_stay_within_fp16() -> None:
     largest = torch.finfo(torch.float16).max
     tokens = torch.tensor([0.9 * largest, -0.9 * largest, 1.0], dtype=torch.float16)
     assert _clipped(tokens + tokens).tolist() == [largest, -largest, 2.0]
+
+
+@pytest.mark.parametrize(("kind", "hold"), [("sd3", BLOCKS), ("sdxl", STAGES)])
+def test_what_is_made_up_stays_within_fp16(kind: str, hold: Hold) -> None:
+    denoiser, loop = build(kind, hold)
+    denoiser.half()
+    loop.set_timesteps()
+    for _ in range(2):
+        call(denoiser)
+        loop.step()
+    for run in denoiser._tokenmerge.holding.runs:
+        if run.current is not None:
+            run.current.streams[0].value.fill_(-6e4)
+    output = call(denoiser)
+    (error, _) = next(run for run in denoiser._tokenmerge.holding.runs if run.current is not None).current.squares
+    assert error.isfinite().all()
+    assert output.isfinite().all()
 
 
 @pytest.mark.parametrize(

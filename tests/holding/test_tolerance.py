@@ -102,14 +102,15 @@ def test_drift_is_what_held_steps_were_off_by() -> None:
     place, errors = partial(place_at, total=5, levels=levels), Errors()
     # Roots of the levels are 4, 3, 2, 1 and 0.5: a line through steps 0 and 1, an error at step 4.
     calls = [Reading(torch.tensor(error)) for error in (1.0, 3.0)]
-    errors.measured.append(Measured(place(4), Kept(place(1), place(0)), calls))
+    held = (place(2), place(3))
+    errors.measured.append(Measured(place(4), Kept(place(1), place(0), held=held), calls))
     at_the_full_step, shares = 2.5 * 3.5 / 0.5, (1 * 2 / 2, 2 * 3 / 1)
     moves = [math.sqrt(5) - math.sqrt(2), math.sqrt(2) - math.sqrt(1.25)]
     expected = sum(2.0 * share / at_the_full_step * move for share, move in zip(shares, moves, strict=True))
-    assert errors.drift(place) == pytest.approx(expected)
+    assert errors.drift == pytest.approx(expected)
     assert errors.bend(5) == pytest.approx(3.0 / at_the_full_step)
     errors.measured.append(Measured(place(4), Kept(place(3), place(2)), calls))
-    assert errors.drift(place) == pytest.approx(expected), "nothing was held there"
+    assert errors.drift == pytest.approx(expected), "nothing was held there"
 
 
 def test_drift_of_steps_that_no_bend_was_found_for() -> None:
@@ -117,22 +118,22 @@ def test_drift_of_steps_that_no_bend_was_found_for() -> None:
     levels = [16.0, 9.0, 4.0, 1.0, 0.25]
     place, calls = partial(place_at, total=5, levels=levels), [Reading(torch.tensor(3.0))]
     errors = Errors()
-    errors.measured.append(Measured(place(2), Kept(place(0)), calls))
-    assert errors.drift(place) == pytest.approx(3.0 * (1 / 2) * place(1).weight)
+    errors.measured.append(Measured(place(2), Kept(place(0), held=(place(1),)), calls))
+    assert errors.drift == pytest.approx(3.0 * (1 / 2) * place(1).weight)
     # Two full steps that are far apart tell nothing of bends.
     levels = [100.0, 4.0, 3.0, 2.5, 2.0, 1.5]
     place = partial(place_at, total=6, levels=levels)
-    silent = Measured(place(3), Kept(place(1), place(0)), [Reading(torch.tensor(0.5))])
-    told = Measured(place(5), Kept(place(3), place(1)), calls)
+    silent = Measured(place(3), Kept(place(1), place(0), held=(place(2),)), [Reading(torch.tensor(0.5))])
+    told = Measured(place(5), Kept(place(3), place(1), held=(place(4),)), calls)
     assert silent.bend is None
     expected = math.hypot(
         Kept(place(1), place(0), told.bend).drift_to(place(2)) or 0.0,
         Kept(place(3), place(1), told.bend).drift_to(place(4)) or 0.0,
     )
     errors.measured[:] = [silent, told]
-    assert errors.drift(place) == pytest.approx(expected)
+    assert errors.drift == pytest.approx(expected)
     errors.measured[:] = [silent]
-    assert errors.drift(place) is None, "it cannot be told"
+    assert errors.drift is None, "it cannot be told"
 
 
 GUIDED = {

@@ -114,6 +114,13 @@ def test_a_condition_that_comes_late_runs_until_it_is_known(model: Any) -> None:
     assert told.steps["held"] >= 2
 
 
+def test_a_condition_that_pauses_has_missed_nothing(model: Any) -> None:
+    """As windows of a video, which differ from step to step."""
+    plain, _ = driven(model, None, [JOINED] * STEPS)
+    paused, _ = driven(model, HOLD, [JOINED] * 3 + [(("a",),)] * 3 + [JOINED] * (STEPS - 6))
+    check_same([{"b": paused[6]["b"]}], [plain[6]])
+
+
 PREDICTION = Hold(every=2, start=0.0, what="prediction")
 
 

@@ -82,6 +82,11 @@ def test_a_picture_goes_its_way_once() -> None:
         levels = even_levels(total)
         ways.append(sum(place_at(number, total, levels).weight for number in range(1, total) if levels[number] < 4.01))
     assert ways == [pytest.approx(math.sqrt(5) - 1)] * 2
+    # In noise alone it goes nowhere, and begins with the step that leaves that. Of second order, with two steps.
+    levels = [9000.0, 400.0, 200.0, 3.0]
+    assert place_at(2, 4, levels).weight == pytest.approx(math.sqrt(101) - 2)
+    twice = [level for level in levels for _ in range(2)]
+    assert place_at(5, 8, twice).weight == place_at(6, 8, twice).weight == pytest.approx((math.sqrt(101) - 2) / 2)
 
 
 def test_solvers_of_higher_order_magnify_errors() -> None:

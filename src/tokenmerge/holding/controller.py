@@ -29,7 +29,12 @@ class _Part:
     ahead: Tensor  # see `Residual`
     image: int = -1
     steps: list[int] = field(default_factory=list)  # the last two kept steps of that image; one if no slope may be used
+    held: list[int] = field(default_factory=list)  # since the last of them; a step without its calls is none
     residuals: dict[Run, Residual] = field(default_factory=dict)
+
+    def start_from(self, *steps: int) -> None:
+        """These are the last kept steps from now on."""
+        self.steps, self.held = [*steps], []
 
     def residual(self, run: Run) -> Residual:
         if run not in self.residuals:
@@ -67,27 +72,26 @@ class Holding:
     def known(self, call: DenoiserCall) -> Kept | None:
         """What this image has shown about such calls; None unless all parts kept the same steps."""
         self._drop_failed()
-        first, *others = (self._steps(name, each) for name, each in self._parts(call))
-        if not first or any(each != first for each in others):
+        parts = self._known_parts(call)
+        if len(parts) < len(self._parts(call)) or any(part.steps != parts[0].steps for part in parts):
             return None
-        kept = self._kept(first)
+        kept = self._kept(parts[0])
         # The error of a full step is still on its way when the next step begins. We do not wait for it.
-        late = kept.last.number + bool(kept.held)
+        late = kept.last.number + (self._clock.step > parts[0].steps[-1] + 1)
         return kept._replace(bend=self.errors.bend(late))
 
-    def _kept(self, steps: list[int]) -> Kept:
+    def _kept(self, part: _Part) -> Kept:
         """What the kept steps of a part tell, without their errors."""
-        *before, last = map(self._clock.place, steps)
-        held = tuple(map(self._clock.place, range(steps[-1] + 1, self._clock.step)))
-        return Kept(last, before[0] if before else None, held=held)
+        *before, last = map(self._clock.place, part.steps)
+        return Kept(last, before[0] if before else None, held=tuple(map(self._clock.place, part.held)))
 
     def _parts(self, call: DenoiserCall) -> list[tuple[Hashable, DenoiserCall]]:
         return call.parts(self._clock.call)
 
-    def _steps(self, name: Hashable, call: DenoiserCall) -> list[int]:
-        """The kept steps of a part in this image."""
-        part = self._parts_by_size.get((name, call.size))
-        return part.steps if part is not None and part.image == self._clock.image else []
+    def _known_parts(self, call: DenoiserCall) -> list[_Part]:
+        """The parts of a call that have kept steps in this image."""
+        found = (self._parts_by_size.get((name, each.size)) for name, each in self._parts(call))
+        return [part for part in found if part is not None and part.image == self._clock.image and part.steps]
 
     def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None:
         """Point every run at its residual of this call, and set how far it is extrapolated. restart: no slope may be
@@ -101,18 +105,23 @@ class Holding:
             run.current = run.entered = run.passed = None
         self._now = []
         if self.act == RUN:
-            for name, each in self._parts(call):
+            for part in self._known_parts(call):
                 # No slope across a step that ran and was not kept.
-                self._steps(name, each).clear()
+                part.start_from()
             return
         self._point(call)
         self._keeping, self._restart = None, restart
         if self.act == KEEP:
             self._keeping = self._clock.step
-            # Errors of runs before the last reach the output through it, where no step shows them.
+            # If runs before it made up too, the next would run on tokens that no step has seen.
             *_, last = (run for run in self.runs if run.serves(call))
             for part in self._now:
-                part.residual(last).owed.fill_(self._owed(part.steps))
+                part.residual(last).owed.fill_(self._owed(part))
+            return
+        for part in self._now:
+            # A call that failed may be made again.
+            if self._clock.step not in part.held:
+                part.held.append(self._clock.step)
 
     def _point(self, call: DenoiserCall) -> None:
         """Point every run at its residual of a call."""
@@ -133,7 +142,8 @@ class Holding:
             self._parts_by_size[key] = _Part(call.batch, call.shard, ahead)
         part = self._parts_by_size[key]
         if part.image != self._clock.image:
-            part.image, part.steps = self._clock.image, []
+            part.image = self._clock.image
+            part.start_from()
         return part
 
     def keep_shown(self, changes: list[tuple[Run, tuple[Tensor | None, ...]]]) -> None:
@@ -147,7 +157,7 @@ class Holding:
             run.current.keep(change)
             run.current.leave_inference()
         for part in self._now:
-            part.steps = [self._clock.step]
+            part.start_from(self._clock.step)
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""
@@ -164,7 +174,7 @@ class Holding:
         """A call that failed on the way has replaced some residuals only: start again."""
         if self._keeping is not None:
             for part in self._now:
-                part.steps.clear()
+                part.start_from()
             self._keeping = None
 
     def _note(self) -> None:
@@ -172,18 +182,21 @@ class Holding:
         step, self._keeping = self._keeping, None
         assert step is not None
         for part in self._now:
-            if part.steps and not self._restart:
+            if self._restart:
+                part.start_from(step)
+                continue
+            if part.steps:
                 residuals = [part.residuals[run] for run in self.runs if run.current is not None]
-                self.errors.note(self._clock.place(step), self._kept(part.steps), residuals, part.shard)
-            part.steps = [step] if self._restart else [*part.steps[-1:], step]
+                self.errors.note(self._clock.place(step), self._kept(part), residuals, part.shard)
+            part.start_from(*part.steps[-1:], step)
 
-    def _owed(self, steps: list[int]) -> float:
+    def _owed(self, part: _Part) -> float:
         """What held steps since the last kept one have missed, over the error of this step; 0 where it is not to be
         made up for."""
         # A solver that clips makes something else of what is added.
-        if not steps or self._restart or self._clock.clips:
+        if not part.steps or self._restart or self._clock.clips:
             return 0.0
-        return self._kept(steps).owed(self._clock.place())
+        return self._kept(part).owed(self._clock.place())
 
     def _distance(self, steps: list[int]) -> float:
         """From the last kept step to this one, over the distance between the last two; 0 after one."""
@@ -199,7 +212,7 @@ class Holding:
     def drift(self) -> float | None:
         """How far the last image has drifted (this one, so far), from the errors of its kept steps; None if nothing was
         held."""
-        drift = self.errors.drift(lambda number: self._clock.place(number - self._clock.begin))
+        drift = self.errors.drift
         return None if drift is None else drift * self._clock.length
 
     @property

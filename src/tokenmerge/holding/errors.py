@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -40,16 +40,15 @@ class Measured:
         """Of the worst sample, over calls: guidance adds their outputs up, and the worst alone says too much."""
         return fmean(call.value for call in self.calls)
 
-    def drift(self, held: Sequence[Place], bend: float | None) -> float | None:
+    def drift(self, bend: float | None) -> float | None:
         """How far the picture drifted in the steps that were held since the last kept one, if it can be told. bend:
         how much residuals bend, as this error or another tells."""
         if self.kept.before is None:
-            # One residual was held, without a slope: it is off by as much more as a step lies further away.
-            last, far = self.kept.last, abs(self.now.at - self.kept.last.at)
-            return sum(self.mean * abs(place.at - last.at) / far * place.weight for place in held) if far else None
-        if bend is None:
-            return None
-        *before, last = held
+            # One residual was held, without a slope: that needs no bend.
+            here = self.kept.growth_to(self.now)
+            grown = sum(self.kept.growth_to(place) * place.weight for place in self.kept.held)
+            return self.mean * grown / here if here else None
+        *before, last = self.kept.held
         return self.kept._replace(bend=bend, held=tuple(before)).drift_to(last)
 
 
@@ -81,19 +80,18 @@ class Errors:
             return self.assumed
         return next((bend for each in reversed(known) if (bend := each.bend) is not None), None)
 
-    def drift(self, place: Callable[[int], Place]) -> float | None:
+    @property
+    def drift(self) -> float | None:
         """How far the picture drifted, over what the model gives out; None where nothing was held, or what was held
-        cannot be told of. Between kept steps errors add up; those of different ones have nothing in common. place: of a
-        step, by its number."""
+        cannot be told of. Between kept steps errors add up; those of different ones have nothing in common."""
         bends = [bend_of(each.mean, each.now, each.kept) for each in self.measured]
         # Where an error tells nothing of bends, the one before it does; at first, the next.
         usual = next((bend for bend in bends if bend is not None), None)
         drifts = []
         for each, bend in zip(self.measured, bends, strict=True):
             usual = usual if bend is None else bend
-            held = [place(number) for number in range(each.kept.last.number + 1, each.now.number)]
-            if held:
-                drifts.append(each.drift(held, usual))
+            if each.kept.held:
+                drifts.append(each.drift(usual))
         known = [drift for drift in drifts if drift is not None]
         return math.hypot(*known) or None if len(known) == len(drifts) else None
 

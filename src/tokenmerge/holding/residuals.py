@@ -66,29 +66,29 @@ class Residual:
     def keep(self, changes: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Take the residual of a full step: [B, N, C] for each stream, None where the blocks return nothing. Returns
         what held steps have missed."""
-        expected = tuple(stream.at(self.ahead) for stream in self.streams)
-        usable = self._compare(changes[0], expected[0])
-        missed = tuple(self._missed(*each, usable) for each in zip(changes, expected, strict=True))
+        errors = [_error(*each) for each in zip(changes, self.now(), strict=True)]
+        usable = self._compare(changes[0], errors[0])
         for stream, new in zip(self.streams, changes, strict=True):
             if new is not None:
                 stream.keep(new, usable)
-        return missed
+        return tuple(self._missed(*each, usable) for each in zip(changes, errors, strict=True))
 
-    def _missed(self, new: Tensor | None, expected: Tensor | None, usable: Tensor | None) -> Tensor | None:
-        """What held steps have missed of a stream, by what this step shows."""
-        if new is None or expected is None or usable is None or expected.shape != new.shape:
-            return None if new is None else torch.zeros_like(new)
-        return torch.where(usable & (self.owed != 0), (new - expected) * self.owed.to(new.dtype), 0)
-
-    def _compare(self, new: Tensor | None, expected: Tensor | None) -> Tensor | None:
-        """Measure the error of the extrapolation to this step, on image tokens only."""
-        if new is None or expected is None or expected.shape != new.shape:
+    def _compare(self, new: Tensor | None, error: Tensor | None) -> Tensor | None:
+        """Measure the error of the extrapolation to this step, on image tokens only. Returns whether it is a number."""
+        if new is None or error is None:
             return None
         # In some models the samples lie along another axis.
         samples = self.squares.shape[1] if new.shape[0] == self.squares.shape[1] else 1
-        off, length = (each.reshape(samples, -1).float() for each in (new - expected, new))
-        self.squares.copy_(torch.stack([off.square().sum(1), length.square().sum(1)]))
+        # One after the other: a copy in fp32 may take twice the memory of the tokens.
+        squares = [each.reshape(samples, -1).float().square().sum(1) for each in (error, new)]
+        self.squares.copy_(torch.stack(squares))
         return self.squares.isfinite().all()
+
+    def _missed(self, new: Tensor | None, error: Tensor | None, usable: Tensor | None) -> Tensor | None:
+        """What held steps have missed of a stream, by what this step shows."""
+        if new is None or error is None or usable is None:
+            return None if new is None else torch.zeros_like(new)
+        return torch.where(usable & (self.owed != 0), error * self.owed.to(error.dtype), 0)
 
     def now(self) -> tuple[Tensor | None, ...]:
         """The residual of every stream, extrapolated to this step."""
@@ -116,6 +116,11 @@ class Joined:
     def leave_inference(self) -> None:
         for part in self.parts:
             part.leave_inference()
+
+
+def _error(new: Tensor | None, expected: Tensor | None) -> Tensor | None:
+    """How far a residual is from the extrapolated one, if there is one of its shape."""
+    return None if new is None or expected is None or expected.shape != new.shape else new - expected
 
 
 def _joined(parts: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:

@@ -182,7 +182,7 @@ class HeldSite(Site):
         entered, run.entered = run.entered, None
         left = self.ports.leaving(output)
         missed = residual.keep(_changes(entered, left))
-        return self.ports.output(tuple(map(_sum, left, missed)))
+        return self.ports.output(tuple(map(_made_up, left, missed)))
 
 
 class LearnedSite(HeldSite):
@@ -241,7 +241,7 @@ class StageSite(Site):
             if not self.last:
                 return output
             (missed,) = residual.keep((_clipped(output.detach() - self.take_entered()),))
-            return output + missed
+            return _made_up(output, missed)
         if self.last:
             (change,) = residual.now()
             assert change is not None, "a stage was held before it was kept"
@@ -271,8 +271,9 @@ def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tu
     return tuple(None if after is None else _clipped(after.detach() - before) for before, after in pairs)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return one if one is None or other is None else one + other
+def _made_up(left: Tensor | None, missed: Tensor | None) -> Tensor | None:
+    """What leaves a run, with what held steps have missed of it; None for what it gives out no more."""
+    return left if left is None or missed is None else _clipped(left + missed)
 
 
 def _clipped(tokens: Tensor) -> Tensor:

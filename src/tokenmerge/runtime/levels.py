@@ -43,7 +43,7 @@ def place_at(number: int, total: int | None, levels: Sequence[float], gain: floa
         return Place(number, _USUAL_DISTANCE * number, share, share, last=last)
     before, now, after = (_way(levels, max(0, each)) for each in (number - 1, number, number + 1))
     # Solvers of second order have every level twice, and move once for both.
-    twice = number > 0 and now in (before, after)
+    twice = number > 0 and levels[number] in (levels[number - 1], *levels[number + 1 : number + 2])
     weight = gain * abs((before - after) / 2 if twice else now - after)
     cleared = 1.0 - min(now / _way([_SHOWS], 0), 1.0)
     root = math.sqrt(levels[number])

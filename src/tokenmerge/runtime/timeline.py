@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     last: Place  # the last step whose residuals were kept
     before: Place | None = None  # the one before it, if a slope may be taken between the two
     bend: float | None = None  # how much residuals bend, by the error of an extrapolation; None before there was one
-    held: tuple[Place, ...] = ()  # steps since the last kept one
+    held: tuple[Place, ...] = ()  # steps that were held since the last kept one
 
     def growth_to(self, now: Place) -> float:
         """How errors grow up to a step: of a line through two points with the distances from both, of one residual
