@@ -135,6 +135,29 @@ def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -
     torch.testing.assert_close(made_up[2], (residuals[2] - residuals[0]) * grown[1] / grown[2], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["flux", "sd3", "flux2-klein-base", "chroma", "auraflow", "wan2.1"])
+def test_pictures_are_the_same_in_one_run_or_in_many(kind: str) -> None:
+    """The last run makes up for all, also where text joins the image tokens on the way."""
+    bundled = kind in tiny.KINDS
+    pipe = tiny.build(kind) if bundled else zoo.MODELS[kind].build()
+
+    def draw() -> Tensor:
+        return tiny.draw(pipe, steps=8) if bundled else zoo.draw(pipe, zoo.MODELS[kind], steps=8)
+
+    plain = draw()
+    tokenmerge.apply(pipe, Hold(every=3, start=0.0))
+    few = draw()
+    # Something may act between any two blocks now.
+    denoiser = denoiser_of(pipe)
+    handle = family_of(denoiser).blocks(denoiser)[0].module.register_forward_hook(lambda *_: None)
+    many = draw()
+    handle.remove()
+    assert tokenmerge.summary(pipe).steps["held"] >= 3
+    off = (few - plain).norm()
+    assert off > 1e-3 * plain.norm()
+    assert (many - few).norm() < 1e-4 * off
+
+
 def owed(pipe: Any) -> list[float]:
     """What full steps made up for, over their errors, in an image of 16 steps."""
     denoiser, found = denoiser_of(pipe), []

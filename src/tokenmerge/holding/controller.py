@@ -27,6 +27,7 @@ class _Part:
     samples: int
     shard: Shard | None
     ahead: Tensor  # see `Residual`
+    owed: Tensor
     image: int = -1
     steps: list[int] = field(default_factory=list)  # the last two kept steps of that image; one if no slope may be used
     held: list[int] = field(default_factory=list)  # since the last of them; a step without its calls is none
@@ -40,7 +41,9 @@ class _Part:
         if run not in self.residuals:
             # Tensors made in inference mode cannot be overwritten outside it.
             with torch.inference_mode(False):
-                self.residuals[run] = Residual(run.streams, self.samples, self.ahead)
+                # Other runs add zeros, so that one compiled code serves all.
+                owed = self.owed if run.last or run.adds else torch.zeros_like(self.owed)
+                self.residuals[run] = Residual(run.streams, self.samples, self.ahead, owed)
         return self.residuals[run]
 
 
@@ -52,6 +55,7 @@ class Holding:
         self.learning = False  # until a call has shown what can be held
         self._shown: DenoiserCall | None = None  # that call, if its step is kept
         self.runs: list[Run] = []
+        self.missed: Tensor | None = None  # by image tokens in held steps, in the runs before, which hand it on
         self.errors = Errors()
         self._clock = clock
         self._parts_by_size: dict[tuple[Hashable, tuple[Any, ...]], _Part] = {}
@@ -103,7 +107,7 @@ class Holding:
             self.act = RUN
         for run in self.runs:
             run.current = run.entered = run.passed = None
-        self._now = []
+        self._now, self.missed = [], None
         if self.act == RUN:
             for part in self._known_parts(call):
                 # No slope across a step that ran and was not kept.
@@ -113,10 +117,8 @@ class Holding:
         self._keeping, self._restart = None, restart
         if self.act == KEEP:
             self._keeping = self._clock.step
-            # If runs before it made up too, the next would run on tokens that no step has seen.
-            *_, last = (run for run in self.runs if run.serves(call))
             for part in self._now:
-                part.residual(last).owed.fill_(self._owed(part))
+                part.owed.fill_(self._owed(part))
             return
         for part in self._now:
             # A call that failed may be made again.
@@ -138,8 +140,8 @@ class Holding:
         key = name, call.size
         if key not in self._parts_by_size:
             with torch.inference_mode(False):
-                ahead = torch.zeros((), device=call.device)
-            self._parts_by_size[key] = _Part(call.batch, call.shard, ahead)
+                ahead, owed = (torch.zeros((), device=call.device) for _ in range(2))
+            self._parts_by_size[key] = _Part(call.batch, call.shard, ahead, owed)
         part = self._parts_by_size[key]
         if part.image != self._clock.image:
             part.image = self._clock.image

@@ -38,6 +38,7 @@ class LearnedPorts:
     form: Form | None  # None for a single tensor
     listed: bool = False  # whether the items come in a list
     in_place: ClassVar[bool] = False  # blocks that write to their arguments are not held
+    text: ClassVar[str] = ""  # nobody knows where text tokens lie
 
     @property
     def streams(self) -> int:

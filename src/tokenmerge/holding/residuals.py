@@ -46,12 +46,12 @@ class _Stream:
 class Residual:
     """The residual of one run: of its image tokens, its text tokens, and whatever else its blocks change."""
 
-    def __init__(self, streams: int, samples: int, ahead: Tensor) -> None:
+    def __init__(self, streams: int, samples: int, ahead: Tensor, owed: Tensor) -> None:
         self.streams = tuple(_Stream() for _ in range(streams))
         # fp32 scalar: distance from the last kept step, over the distance between the last two; 0 after one.
         self.ahead = ahead
         # fp32 scalar: what held steps have missed, over the error of this step.
-        self.owed = torch.zeros((), device=ahead.device)
+        self.owed = owed
         # At a kept step, for each sample: squared length of the extrapolation's error, and of the residual.
         self.squares = torch.zeros(2, samples, device=ahead.device)
 
@@ -135,6 +135,8 @@ class Run:
 
     streams: int
     apart: bool | None = None  # True: for calls where something acts between blocks; False: for others; None: for all
+    last: bool = True  # of the runs of a call: makes up for what held steps have missed
+    adds: bool = False  # whether what it misses lasts up to the last run, to which it is handed on
     current: Residual | Joined | None = None  # in this call
     # At a full step, until the last block has run: what entered the first block, and what the last one returned.
     entered: tuple[Tensor, ...] | None = None

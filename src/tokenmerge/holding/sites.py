@@ -28,6 +28,7 @@ class HeldRun:
     stages: bool = False
     whole: bool = False  # the denoiser itself
     generic: bool = False  # candidates: the first call shows which of them follow each other
+    adds: bool = False  # whether its change lasts in the tokens of all runs after it
 
 
 def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, ...]:
@@ -49,7 +50,8 @@ def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, 
         if not runs or runs[-1][-1].line != block.line:
             runs.append([])
         runs[-1].append(block)
-    return tuple(HeldRun(tuple(run)) for run in runs)
+    # Between the blocks of a UNet sizes change.
+    return tuple(HeldRun(tuple(run), adds=family.stages is None) for run in runs)
 
 
 def install_holding(runs: Sequence[HeldRun], holding: Holding, installation: Installation) -> None:
@@ -57,14 +59,15 @@ def install_holding(runs: Sequence[HeldRun], holding: Holding, installation: Ins
     for held in runs:
         first, last = held.blocks[0], held.blocks[-1]
         streams = first.kind.ports.streams
-        together = holding.add_run(Run(streams, None if held.stages else False))
+        ends_all = held is runs[-1]
+        together = holding.add_run(Run(streams, None if held.stages else False, last=ends_all, adds=held.adds))
         for block in held.blocks:
             ends = {"first": block is first, "last": block is last}
             site: Site
             if held.stages:
                 site = StageSite(block.name, holding, block.kind.ports, together, **ends)
             else:
-                alone = holding.add_run(Run(streams, apart=True))
+                alone = holding.add_run(Run(streams, apart=True, last=ends_all and block is last, adds=held.adds))
                 site = HeldSite(block.name, holding, block.kind.ports, together, alone, level=block.level, **ends)
             installation.add(site, block.module)
 
@@ -73,10 +76,10 @@ def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: 
     """Put sites on the blocks of runs that a call has shown, and keep what it changed in them."""
     changes: list[tuple[Run, tuple[Tensor | None, ...]]] = []
     for learned in runs:
-        together = holding.add_run(Run(learned.ports[0].streams, apart=False))
-        last = len(learned.blocks) - 1
+        ends_all, last = learned is runs[-1], len(learned.blocks) - 1
+        together = holding.add_run(Run(learned.ports[0].streams, apart=False, last=ends_all))
         for number, (block, ports) in enumerate(zip(learned.blocks, learned.ports, strict=True)):
-            alone = holding.add_run(Run(ports.streams, apart=True))
+            alone = holding.add_run(Run(ports.streams, apart=True, last=ends_all and number == last))
             ends = {"first": number == 0, "last": number == last}
             site = LearnedSite(block.name, holding, ports, together, alone, **ends)
             installation.add(site, block.module)
@@ -172,8 +175,8 @@ class HeldSite(Site):
         return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
 
     def kept(self, run: Run, residual: Residual | Joined, output: Any) -> Any:
-        """Keep what a run has changed, of which this is the last block. Returns what leaves it, which makes up for what
-        held steps have missed."""
+        """Keep what a run has changed, of which this is the last block. Returns what leaves it, which in the last run
+        makes up for what held steps have missed."""
         if run.entered is None:
             raise TokenMergeError(
                 f"{self.name!r} ran without the first of the blocks that are held with it; do not skip layers in some "
@@ -181,8 +184,13 @@ class HeldSite(Site):
             )
         entered, run.entered = run.entered, None
         left = self.ports.leaving(output)
-        missed = residual.keep(_changes(entered, left))
-        return self.ports.output(tuple(map(_made_up, left, missed)))
+        image, *others = residual.keep(_changes(entered, left))
+        if run.adds:
+            image = self.holding.missed = _added(image, self.holding.missed, self.ports.text)
+            if not run.last:
+                # If it made up by itself, the next run would run on tokens that no step has seen.
+                return output
+        return self.ports.output(tuple(map(_made_up, left, (image, *others))))
 
 
 class LearnedSite(HeldSite):
@@ -269,6 +277,18 @@ def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tu
     """What a run changed; None for what it gives out no more."""
     pairs = zip(entered, left, strict=True)
     return tuple(None if after is None else _clipped(after.detach() - before) for before, after in pairs)
+
+
+def _added(missed: Tensor | None, before: Tensor | None, text: str) -> Tensor | None:
+    """What a run missed, and the image tokens of those before it. text: where it lies in the tokens of this run."""
+    if missed is None or before is None:
+        return missed
+    if missed.shape == before.shape:
+        return missed + before
+    more = missed.shape[1] - before.shape[1]
+    if not text or more < 0:
+        return missed
+    return missed + nn.functional.pad(before, (0, 0, more, 0) if text == "first" else (0, 0, 0, more))
 
 
 def _made_up(left: Tensor | None, missed: Tensor | None) -> Tensor | None:
