@@ -33,7 +33,7 @@ EVERY = {"every": 2, "start": 0.2}
 # What is put on a MODEL, by the name of a test: the node, and its changed widgets.
 NODES: dict[str, tuple[str, dict[str, Any]]] = {
     "hold": ("TokenMergeHold", EVERY),
-    "prediction": ("TokenMergeHold", {**EVERY, "what": "prediction"}),
+    "prediction": ("TokenMergeHold", {**EVERY, "start": 0.3, "what": "prediction"}),
     "merge": ("TokenMergeMerge", {"ratio": 0.5}),
 }
 STEPS = 12
