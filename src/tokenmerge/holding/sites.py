@@ -186,8 +186,9 @@ class HeldSite(Site):
         left = self.ports.leaving(output)
         image, *others = residual.keep(_changes(entered, left))
         if run.adds:
-            image = self.holding.missed = _added(image, self.holding.missed, self.ports.text)
+            image, self.holding.missed = _added(image, self.holding.missed, self.ports.text), None
             if not run.last:
+                self.holding.missed = image
                 # If it made up by itself, the next run would run on tokens that no step has seen.
                 return output
         return self.ports.output(tuple(map(_made_up, left, (image, *others))))
