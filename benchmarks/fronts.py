@@ -24,6 +24,7 @@ from tokenmerge.planning.tables import markdown
 from tokenmerge.presets import from_data, preset
 from tokenmerge.tools.drawing.pictures import Panel, save_picture, strip
 from tokenmerge.tools.evaluation.plots import new_plot, save_plot
+from tokenmerge.tools.evaluation.table import percent
 from tokenmerge.tools.typed import Configuration
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +143,7 @@ def rivals_table(records: Sequence[dict[str, Any]]) -> str:
         mine = [record for record in measured(records) if kind_of(record) == kind]
         for record in sorted(mine, key=lambda record: record["work"]):
             share, fine = record["shares"][DRIFT], record["metrics"][FINE]["mean"]
-            figures = [f"{100 * record['work']:.0f} %", f"{drift(record):.4f}", f"{100 * share:.3g} %", f"{fine:.4f}"]
+            figures = [f"{100 * record['work']:.0f} %", f"{drift(record):.4f}", percent(share), f"{fine:.4f}"]
             rows.append([kind, f"`{record['label']}`", *figures])
     return f"{markdown(header, rows)}\n\n{_sample(records[0])}."
 

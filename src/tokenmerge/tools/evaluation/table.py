@@ -139,12 +139,12 @@ def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[
             line += _times(row.seconds, results.speed_up(row))
             line += _times(row.denoiser_seconds, results.denoiser_speed_up(row))
         if worked:
-            line.append(_percent(results.work(row)))
+            line.append(percent(results.work(row)))
         if memory:
             line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
         line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
         line += [_worst(drift, row.worst.get(drift.name))] if drift else []
-        line += [_percent(results.shares(row).get(results.distance))] if results.distance else []
+        line += [percent(results.shares(row).get(results.distance))] if results.distance else []
         rows.append(line + ([row.estimated.told if row.estimated else ""] if estimated else []))
     return header, rows
 
@@ -153,8 +153,9 @@ def _worst(metric: Metric, value: Worst | None) -> str:
     return "" if value is None else f"{value.one_in_twenty:.{metric.digits}f}, {value.worst:.{metric.digits}f}"
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.3g} %"
+def percent(share: float | None) -> str:
+    """With three digits, or as a whole number."""
+    return "" if share is None else f"{100 * share:.3g} %" if share < 1 else f"{100 * share:.0f} %"
 
 
 def _times(seconds: float | None, speed_up: float | None) -> list[str]:
