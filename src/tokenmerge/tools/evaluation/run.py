@@ -251,8 +251,9 @@ class Evaluation:
         left = [(lap, item) for lap, item in laps if not self.folder.timing(item, lap).is_file()]
         for lap, configuration in self._progress(left, "time"):
             self._configure(configuration)
-            # Of what ran before, which the peak would count.
-            free_memory(self._studio.device)
+            if self._studio.device.type != "cpu":
+                # Of what ran before, which the peak would count.
+                free_memory(self._studio.device)
             write_text(self.folder.timing(configuration, lap), to_json(self._lap()))
         self._studio.restore()
 
