@@ -122,6 +122,8 @@ def test_what_cannot_be_tried_is_taken_to_add_none(scheduler: Any) -> None:
 def test_trying_warns_of_nothing_that_was_told_before(caplog: pytest.LogCaptureFixture) -> None:
     """Settings of another scheduler are told of when a scheduler is made from them."""
     log = logging.getLogger("diffusers")
+    # Commands that ran before may have quietened it.
+    caplog.set_level(logging.WARNING, log.name)
     level, propagates = log.level, log.propagate
     log.propagate = True
     try:

@@ -275,8 +275,10 @@ def test_caches_that_do_not_go_with_a_technique_are_told_before_a_picture_is_beg
 def test_sizes_are_those_that_the_pipeline_takes_as_they_are(
     kind: str, levels: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # diffusers keeps its warnings to itself.
-    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    # diffusers keeps its warnings to itself, and commands that ran before may have quietened it.
+    log = logging.getLogger("diffusers")
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.WARNING, log.name)
     pipe = tiny.build(kind, vae=tiny.vae(levels, 16 if kind == "sd3" else 4))
 
     def is_taken(side: int) -> bool:
