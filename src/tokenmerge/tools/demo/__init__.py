@@ -2,5 +2,5 @@
 
 import os
 
-# Gradio reads it when it is imported.
+# Gradio reads this variable at import.
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

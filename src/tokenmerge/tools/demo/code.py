@@ -1,4 +1,4 @@
-"""A picture as Python: a script that draws it again, and runs as pasted."""
+"""Writes the Python script that draws a picture again. The script runs as pasted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 100
 
 
 def as_python(order: Order, studio: Studio) -> str:
-    """The fast picture of an order, by the public calls of diffusers and tokenmerge."""
+    """A script for the fast picture of an order, in public calls of diffusers and tokenmerge."""
     techniques = [each for each in order.configuration.techniques if each is not None]
     bundled = is_bundled(studio.outline.model)
     imports = ["import torch", "from diffusers import DiffusionPipeline"]
@@ -39,9 +39,9 @@ def as_python(order: Order, studio: Studio) -> str:
 
 
 def written(technique: Merge | Hold) -> str:
-    """A technique as it is made, with the fields that differ from the defaults."""
-    told = [f"{name}={_quoted(value)}" for name, value in changes(technique, type(technique)()).items()]
-    return f"{type(technique).__name__}({', '.join(told)})"
+    """The call that makes a technique, with the fields that differ from the defaults."""
+    arguments = [f"{name}={_quoted(value)}" for name, value in changes(technique, type(technique)()).items()]
+    return f"{type(technique).__name__}({', '.join(arguments)})"
 
 
 def _applied(techniques: list[str]) -> list[str]:
@@ -60,6 +60,6 @@ def _call(order: Order, studio: Studio) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    """A value as code, texts in double quotes where that needs no escapes."""
+    """A value as code. Strings get double quotes where that needs no escapes."""
     text = repr(value)
     return f'"{value}"' if isinstance(value, str) and text == f"'{value}'" and '"' not in value else text

@@ -1,4 +1,4 @@
-"""Controls: what a visitor chooses, from the prompt to every field of both techniques."""
+"""The page's controls, from the prompt to every field of both techniques."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .orders import LARGEST_SEED, LONGEST_PROMPT, Order, fields_of, read_order, 
 Kind = type[Merge] | type[Hold]
 _KINDS: tuple[Kind, ...] = (Hold, Merge)
 _PROMPT = "a photo of a sunflower"
-# In the browser, without asking the server.
+# Runs in the browser, without a call to the server.
 _ANY_SEED = f"() => Math.floor(Math.random() * {LARGEST_SEED})"
 
 
 @dataclass(frozen=True)
 class Controls:
-    """What a visitor chooses."""
+    """The widgets in which a visitor describes a picture."""
 
     model: gr.Dropdown
     prompt: gr.Textbox
@@ -39,16 +39,16 @@ class Controls:
 
     @property
     def details(self) -> list[Any]:
-        """All that a speed stands for."""
+        """The widgets that a choice of speed fills in."""
         return [*self.chosen.values(), *self.values.values()]
 
     @property
     def inputs(self) -> set[Any]:
-        """All that an order is made from."""
+        """The widgets that an order is read from."""
         return {self.model, self.prompt, self.size, self.steps, self.seed, *self.details}
 
     def order(self, models: Models, data: Mapping[Any, Any]) -> Order:
-        """What was asked for. data: the values of all inputs."""
+        """The order that the widgets describe. data: the values of all `inputs`."""
         return read_order(
             models,
             model=data[self.model],
@@ -63,7 +63,7 @@ class Controls:
         )
 
     def detail_values(self, techniques: Techniques) -> list[Any]:
-        """Techniques as the details show them; a technique that is off shows its defaults."""
+        """Values of `details` for these techniques. A technique that is off shows its defaults."""
         shown = _by_kind(techniques)
         return [
             *(kind in shown for kind in self.chosen),
@@ -72,7 +72,7 @@ class Controls:
 
 
 def make_controls(models: Models) -> Controls:
-    """The controls, in the place where a page is being built."""
+    """Build the controls inside the current Gradio layout."""
     first = models.names[0]
     with gr.Column(elem_classes="tm-ask"):
         prompt = gr.Textbox(
@@ -82,7 +82,7 @@ def make_controls(models: Models) -> Controls:
             [(title_of(name), name) for name in SPEEDS],
             value=DEFAULT,
             label="Speed",
-            info="From the plain model's own picture to the fewest full steps",
+            info="Faster speeds change the picture more.",
             elem_id="tm-speed",
         )
         with gr.Row():
@@ -95,18 +95,18 @@ def make_controls(models: Models) -> Controls:
                 allow_custom_value=True, label="Size", min_width=140, elem_id="tm-size", **sizes_of(models, first)
             )
         with gr.Row():
-            own = models.studio(first).outline.defaults.steps
-            steps = gr.Number(own, label="Steps", precision=0, min_width=140, elem_id="tm-steps")
+            default_steps = models.studio(first).outline.defaults.steps
+            steps = gr.Number(default_steps, label="Steps", precision=0, min_width=140, elem_id="tm-steps")
             seed = gr.Number(0, label="Seed", precision=0, min_width=140, elem_id="tm-seed")
-        dice = gr.Button("Another seed", size="sm")
+        dice = gr.Button("Random seed", size="sm")
         dice.click(None, None, seed, js=_ANY_SEED, api_visibility="private")
-        with gr.Accordion("Details: what the speed stands for", open=False, elem_id="tm-details"):
+        with gr.Accordion("Details: the settings behind the speed", open=False, elem_id="tm-details"):
             chosen, values = _details(SPEEDS[DEFAULT])
     return Controls(model, prompt, speed, size, steps, seed, chosen, values, draw, stop)
 
 
 def _details(techniques: Techniques) -> tuple[dict[Kind, gr.Checkbox], dict[tuple[Kind, str], gr.Textbox]]:
-    """A switch for each technique, and a box for each field, from the classes and their own documentation."""
+    """A switch for each technique and a box for each field, with help from the technique's own documentation."""
     chosen: dict[Kind, gr.Checkbox] = {}
     values: dict[tuple[Kind, str], gr.Textbox] = {}
     shown = _by_kind(techniques)
@@ -131,11 +131,11 @@ def _details(techniques: Techniques) -> tuple[dict[Kind, gr.Checkbox], dict[tupl
 
 
 def sizes_of(models: Models, name: str) -> dict[str, Any]:
-    """Sizes that a model draws well, its own first."""
+    """Choices of size that the model draws well, its own size first."""
     width, height = models.studio(name).outline.own_size
     sizes = [(width, height), (width * 3 // 2, height), (width, height * 3 // 2), (width * 2, height * 2)]
-    told = [f"{across}x{down}" for across, down in sizes]
-    return {"choices": told, "value": told[0]}
+    choices = [f"{across}x{down}" for across, down in sizes]
+    return {"choices": choices, "value": choices[0]}
 
 
 def _by_kind(techniques: Techniques) -> dict[Kind, Merge | Hold]:

@@ -1,4 +1,4 @@
-"""The HTTP endpoint `draw`: what the page does, for programs."""
+"""The HTTP endpoint `draw`: the page's function, for programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAME = "draw"
 
 
 def add_endpoint(easel: Easel, queue: str) -> None:
-    """Add it to the page that is being built. queue: the one that it shares with the page."""
+    """Add the endpoint to the page that is being built. queue: the name of the queue that both share."""
 
     def draw(prompt: str, technique: str, model: str, seed: int, steps: int, size: str) -> Iterator[dict[str, Any]]:
-        """Draw a picture plain and fast; tells its steps, and at last both pictures as PNG in base64."""
+        """Draw a picture plain and fast. Streams progress, then both pictures as base64-encoded PNG."""
         try:
             order = read_order(
                 easel.models,
@@ -34,25 +34,23 @@ def add_endpoint(easel: Easel, queue: str) -> None:
                 configuration=read_technique(technique),
             )
             for news in easel.draw(order):
-                yield result(news) if isinstance(news, Pair) else _told(news)
+                yield _result(news) if isinstance(news, Pair) else _progress(news)
         except TokenMergeError as error:
             raise gr.Error(str(error), print_exception=False) from error
 
     api(draw, api_name=NAME, concurrency_limit=1, concurrency_id=queue)
 
 
-def result(pair: Pair) -> dict[str, Any]:
-    """A pair as JSON."""
-    made = {"plain": pair.plain, "fast": pair.fast}
+def _result(pair: Pair) -> dict[str, Any]:
     shots = {
         side: {key: value for key, value in shot.to_dict().items() if key != "cache"}
         | {"png": base64.b64encode(as_png(shot.picture)).decode()}
-        for side, shot in made.items()
+        for side, shot in (("plain", pair.plain), ("fast", pair.fast))
     }
     return finite({"done": True, **shots, "summary": pair.summary, "python": pair.python})
 
 
-def _told(progress: Progress) -> dict[str, Any]:
+def _progress(progress: Progress) -> dict[str, Any]:
     return {"done": False, "doing": progress.doing, "plain": _side(progress.plain), "fast": _side(progress.fast)}
 
 

@@ -1,4 +1,4 @@
-"""What a page shows, as HTML: how far both pictures are, what they took, and what went wrong."""
+"""The page's HTML: progress, times, drift and error messages."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ...runtime.timeline import FULL, HELD, MERGED
 from ..quality.metrics import BY_NAME
 from .pairs import Pair, Progress, Side
 
-# Kinds of step, each with a word for people who do not know them.
+# Kinds of step, as the legend explains them.
 _KINDS = {FULL: "full", MERGED: "merged: fewer tokens", HELD: "held: blocks skipped"}
 
 HEADER = """<header class="tm-header"><h1>tokenmerge</h1>
-<p>One prompt and one seed, drawn twice: by the plain model, and faster. Compare them.</p></header>"""
+<p>One prompt, one seed, two pictures: the plain model's and a faster one. Compare them.</p></header>"""
 WELCOME = '<p class="tm-note">Write a prompt, choose a speed, and press <b>Draw</b>.</p>'
 STOPPED = '<p class="tm-note" role="status">Stopped. The model is free for the next picture.</p>'
 
 
 def problem(sentence: str) -> str:
-    """What is wrong with an order."""
+    """An error message, with a capital letter and a full stop."""
     text = sentence[:1].upper() + sentence[1:]
     return f'<p class="tm-problem" role="alert">{escape(text)}{"" if text.endswith((".", "?", "!")) else "."}</p>'
 
 
 def progress(now: Progress, doing: str | None = None) -> str:
-    """Both pictures as strips of steps. doing: in place of what the progress says."""
+    """Both pictures as strips of steps. doing: replaces the status line of the progress."""
     name, steps = title_of(now.order.configuration.label), now.order.request.steps
     kinds = [kind for kind in _KINDS if kind in {*now.plain.kinds, *now.fast.kinds}]
     legend = "".join(f'<span><i class="tm-{kind}"></i>{_KINDS[kind]}</span>' for kind in kinds)
@@ -37,7 +37,7 @@ def progress(now: Progress, doing: str | None = None) -> str:
 
 
 def done(pair: Pair) -> str:
-    """The strips of a pair that is drawn."""
+    """The strips of a finished pair."""
     prompt = pair.order.prompt if len(pair.order.prompt) <= 80 else f"{pair.order.prompt[:80]}..."
     return progress(pair.progress, f"{prompt}, seed {pair.order.seed}, {pair.order.model}")
 
@@ -46,19 +46,23 @@ def figures(pair: Pair) -> str:
     """Times and drift."""
     plain, fast = pair.plain, pair.fast
     cells = [
-        ("plain", f"{plain.seconds:.2f} s", "time of the plain picture"),
-        (title_of(fast.configuration.label), f"{fast.seconds:.2f} s", "time of the fast picture"),
-        ("speed-up", f"{fast.speed_up:.2f}x", "plain time over fast time"),
+        ("plain", f"{plain.seconds:.2f} s", "time to draw the plain picture"),
+        (title_of(fast.configuration.label), f"{fast.seconds:.2f} s", "time to draw the fast picture"),
+        ("speed-up", f"{fast.speed_up:.2f}x", "how many times faster"),
     ]
     for name, value in fast.drift.items():
         metric = BY_NAME[name]
-        told = f"{value:.{metric.digits}f}" if math.isfinite(value) else "equal"
+        shown = f"{value:.{metric.digits}f}" if math.isfinite(value) else "equal"
         unit = " dB" if name == "psnr" and math.isfinite(value) else ""
-        cells.append((metric.title, f"{told}{unit}", metric.meaning))
+        cells.append((metric.title, f"{shown}{unit}", metric.meaning))
     if fast.estimate is not None:
-        cells.append(("estimated PSNR", f"{fast.estimate.told} dB", "by Hold's own errors, without the plain picture"))
+        cells.append(
+            ("estimated PSNR", f"{fast.estimate.told} dB", "Hold's own estimate, made without the plain picture")
+        )
     if fast.tokens:
-        cells.append(("tokens", fast.tokens.replace("->", "→"), "before and after merging, by group"))
+        cells.append(
+            ("tokens", fast.tokens.replace("->", "→"), "tokens before and after merging, for each group of layers")
+        )
     return f'<dl class="tm-figures">{"".join(map(_cell, *zip(*cells, strict=True)))}</dl>'
 
 
@@ -69,17 +73,17 @@ def sides(pair: Pair) -> str:
 
 
 def merged(pair: Pair) -> str:
-    """What the picture of merged tokens shows, or why there is none."""
+    """Explains the picture of merged tokens, or says why there is none."""
     if pair.fast.overlay is None:
-        return '<p class="tm-note">No token was merged. Switch on Merge in the details to merge some.</p>'
+        return '<p class="tm-note">Nothing was merged. To merge tokens, switch on Merge under Details.</p>'
     return (
-        '<p class="tm-note">Dots are the tokens that stayed, in the group with the most tokens at its last map. '
-        "A red line leads from every other token to the one it merged into. Grey lines bound regions.</p>"
+        '<p class="tm-note">Dots are the tokens that were kept. A red line runs from every other token to the one it '
+        "merged into. Grey lines bound regions. Shown is the last map of the group with the most tokens.</p>"
     )
 
 
 def summary(pair: Pair) -> str:
-    """What the library tells of the fast picture."""
+    """The library's summary of the fast picture."""
     return f'<pre class="tm-summary">{escape(pair.summary)}</pre>'
 
 
@@ -100,5 +104,5 @@ def _cell(title: str, value: str, meaning: str) -> str:
 
 
 def title_of(label: str) -> str:
-    """What people see of a configuration: the fast picture may be as plain as the other."""
+    """A configuration's name for visitors. With `plain`, both pictures are the same."""
     return "same picture" if label == "plain" else label

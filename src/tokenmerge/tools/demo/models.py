@@ -1,4 +1,4 @@
-"""Models: those that were named when the page started. No visitor can name another."""
+"""The models that the page offers. They are named when it starts; visitors cannot name others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..typed import Configuration
 
 
 class Models:
-    """Studios by the names that visitors see. One has its weights in memory at a time."""
+    """Studios by the names that visitors see. Only one has its weights in memory at a time."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Models:
         return tuple(self._studios)
 
     def studio(self, name: Any) -> Studio:
-        """A model by its name, whether its weights are loaded or not."""
+        """A model's studio, whether or not its weights are loaded."""
         if name not in self.names:
             raise TokenMergeError(f"There is no model {name!r} here; choose from {', '.join(self.names)}")
         return self._studios[name]
 
     def load(self, name: str) -> Studio:
-        """A model with its weights. Those of another are given back first."""
+        """A model's studio, with weights loaded. Weights of other models are freed first."""
         studio = self.studio(name)
         if not studio.is_loaded:
             for other in self._studios.values():
@@ -55,7 +55,7 @@ class Models:
         return studio
 
     def is_first(self, name: str, configuration: Configuration) -> bool:
-        """Whether a model that is loaded draws with a configuration at its size for the first time."""
+        """Whether the loaded model has yet to draw this configuration at its current size. The next call says no."""
         request = self._studios[name].request
         key = (name, request.width, request.height, configuration.what)
         first = key not in self._warm
@@ -64,9 +64,9 @@ class Models:
 
 
 def _check_drawing(studio: Studio) -> None:
-    """Refuse models that draw no pictures, or whose steps nobody hears."""
+    """Refuse models that draw no still pictures, or do not report their steps."""
     model, pipeline = studio.outline.model, studio.outline.drawing_class()
     if "num_frames" in inspect.signature(pipeline.__call__).parameters:
-        raise TokenMergeError(f"{model!r} makes videos, and this page shows pictures; give another model")
+        raise TokenMergeError(f"{model!r} makes videos, but this page shows pictures; give another model")
     if not tells_steps(pipeline):
-        raise TokenMergeError(f"{pipeline.__name__} does not tell of its steps; give another model")
+        raise TokenMergeError(f"{pipeline.__name__} does not report its steps; give another model")

@@ -1,4 +1,4 @@
-"""Order: what a visitor asks for, read from a page or a request and checked before anything is drawn."""
+"""Orders: what visitors ask for, read from the page or a request and checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LONGEST_PROMPT = 1000
 LONGEST_TECHNIQUE = 500
 MOST_STEPS = 200
 LARGEST_SEED = 2**32 - 1
-# Times the pixels of a model's own size.
+# The largest picture, in multiples of the pixels of the model's own size.
 _LARGER = 4
-# Fields that name files of this machine.
+# Fields that name files on the server.
 _FILES = ("lora",)
-# Fields as a page has them: by technique and name.
+# Texts in the page's field boxes, by technique and field name.
 Values = Mapping[tuple[type[Merge] | type[Hold], str], str]
 
 
@@ -39,38 +39,38 @@ class Order:
 
     @property
     def sample(self) -> tuple[str, str, int, int, int, int]:
-        """What the plain picture depends on."""
+        """Everything that the plain picture depends on."""
         return self.model, self.prompt, self.seed, self.request.steps, self.request.width, self.request.height
 
 
 def read_order(
     models: Models, *, model: Any, prompt: Any, seed: Any, steps: Any, size: Any, configuration: Configuration
 ) -> Order:
-    """An order from values of any type: requests need not come from our page."""
+    """Read an order from values of any type: requests need not come from our page."""
     studio = models.studio(model)
     words = prompt.strip() if isinstance(prompt, str) else ""
     if not words:
         raise TokenMergeError("The prompt is empty; write what to draw")
     if len(words) > LONGEST_PROMPT:
-        raise TokenMergeError(f"The prompt has {len(words)} characters; write {LONGEST_PROMPT} at most")
+        raise TokenMergeError(f"The prompt has {len(words)} characters; the limit is {LONGEST_PROMPT}")
     request = studio.asked(_size(size), _whole("The number of steps", steps, 1, MOST_STEPS))
     width, height = studio.outline.own_size
     if request.width * request.height > _LARGER * width * height:
         raise TokenMergeError(
-            f"{request.width}x{request.height} is too large for this page; {_LARGER} times the pixels of "
-            f"{width}x{height} are the most"
+            f"{request.width}x{request.height} is too large for this page; the limit is {_LARGER} times the pixels of "
+            f"{width}x{height}"
         )
     return Order(model, words, _whole("The seed", seed, 0, LARGEST_SEED), configuration, request)
 
 
 def read_technique(text: Any) -> Configuration:
-    """A speed by its name, or techniques as typed: presets with fields. A visitor may not name files."""
+    """Read the name of a speed, or techniques as typed: presets with fields. Visitors may not name files."""
     if not isinstance(text, str) or not text.strip():
         raise TokenMergeError(f"The technique is empty; use {', '.join(SPEEDS)}, or write it as in 'hold:every=4'")
     if text in SPEEDS:
         return Configuration(text, SPEEDS[text])
     if len(text) > LONGEST_TECHNIQUE:
-        raise TokenMergeError(f"The technique has {len(text)} characters; write {LONGEST_TECHNIQUE} at most")
+        raise TokenMergeError(f"The technique has {len(text)} characters; the limit is {LONGEST_TECHNIQUE}")
     for head in heads(text):
         if head != PLAIN and head not in presets():
             near = did_you_mean(head, [*SPEEDS, *presets()])
@@ -81,19 +81,19 @@ def read_technique(text: Any) -> Configuration:
     configuration = read_typed(text).configuration
     for name in _FILES:
         if getattr(configuration.techniques.merge, name, None) is not None:
-            raise TokenMergeError(f"{name} names a file of this machine, which a visitor may not; leave it out")
+            raise TokenMergeError(f"{name} names a file on the server, which visitors may not do; leave it out")
     return configuration
 
 
 def read_values(chosen: Mapping[type[Merge] | type[Hold], bool], values: Values) -> Configuration:
-    """A configuration from the fields of a page. chosen: which techniques are switched on."""
+    """Read a configuration from the page's field boxes. chosen: which techniques are switched on."""
     made = [_technique(kind, values) for kind, on in chosen.items() if on]
     techniques = Techniques.of(*made)
     return Configuration(label_of(techniques), techniques)
 
 
 def label_of(techniques: Techniques) -> str:
-    """The name of the speed that techniques are, or techniques as typed on the command line."""
+    """The name of the speed with these techniques, or else the techniques as typed on the command line."""
     speed = next((name for name, each in SPEEDS.items() if each == techniques), None)
     return speed or as_typed(techniques)
 
@@ -104,7 +104,7 @@ def as_typed(techniques: Techniques) -> str:
 
 
 def _part(technique: Merge | Hold) -> Part:
-    # `none` means no technique, where it is typed.
+    # Typed `none` means no technique, not the preset.
     alike = {name: each for name, each in presets().items() if type(each) is type(technique) and name != PLAIN}
     parts = [Part(name, differing(technique, each)) for name, each in alike.items()]
     return min(parts, key=lambda part: len(part.fields))
@@ -134,7 +134,7 @@ def _size(text: Any) -> tuple[int, int]:
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number within bounds; JSON and pages may write it with a point."""
+    """A whole number within bounds. JSON and the page may send it as a float."""
     must = f"it must be a whole number from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TokenMergeError(f"{name} is missing; {must}")

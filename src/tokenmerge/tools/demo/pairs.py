@@ -1,4 +1,4 @@
-"""Pair: a picture drawn plain and with techniques. Drawing tells how far it is, and can be stopped at every step."""
+"""Draws pairs: one picture plain and with techniques. Drawing reports progress and can be stopped at every step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from .code import as_python
 from .models import Models
 from .orders import Order
 
-# Seconds after which a page hears something, so that it is noticed when nobody listens any more.
+# Seconds between updates of a page, even without news: a visitor who has left is noticed at the next one.
 _PULSE = 0.25
 _WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Side:
-    """How far one of both pictures is."""
+    """Progress of one of the two pictures."""
 
-    kinds: tuple[str, ...] = ()  # of the steps that are done: full, merged, held
+    kinds: tuple[str, ...] = ()  # of the finished steps: full, merged, held
     seconds: float = 0.0
     done: bool = False
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far both pictures of an order are."""
+    """Progress of an order."""
 
     order: Order
     doing: str = "Waiting for the model"
@@ -51,22 +51,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both pictures of an order, and what is told of them."""
+    """Both pictures of an order, with the summary and the script of the fast one."""
 
     order: Order
     plain: Shot
     fast: Shot
     progress: Progress
-    summary: str  # what the library itself tells of the fast picture
+    summary: str
     python: str
 
     @cached_property
     def drift(self) -> Image.Image:
-        """Where both differ."""
+        """A picture of where the two differ."""
         return difference(self.plain.picture, self.fast.picture)
-
-
-Tell = Callable[[Progress], None]
 
 
 class Stopped(Exception):
@@ -74,7 +71,7 @@ class Stopped(Exception):
 
 
 class Easel:
-    """Draws pairs, one after the other, in a thread of its own: a model serves one picture at a time."""
+    """Draws pairs one after the other, in its own thread: a model draws one picture at a time."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -84,24 +81,24 @@ class Easel:
         self._lpips = Meter(choose_metrics(["lpips"], Sources()), models.device) if found else None
 
     def draw(self, order: Order, known: Shot | None = None) -> Iterator[Progress | Pair]:
-        """How far a pair is, whenever that changes, and at last the pair. known: the plain picture, if it is there.
+        """Yield progress whenever it changes, and finally the pair. known: the plain picture, if drawn before.
 
-        Who closes the iterator stops the drawing before its next step.
+        Closing the iterator stops the drawing before its next step.
         """
         stop = Event()
 
         def stopped() -> bool:
             return stop.is_set() or self._closed.is_set()
 
-        told: SimpleQueue[Progress | None] = SimpleQueue()
-        future = self._worker.submit(self._draw, order, known, told.put, stopped)
-        future.add_done_callback(lambda _: told.put(None))
+        news: SimpleQueue[Progress | None] = SimpleQueue()
+        future = self._worker.submit(self._draw, order, known, _Reporter(order, news.put, stopped))
+        future.add_done_callback(lambda _: news.put(None))
         latest: Progress | None = Progress(order)
         try:
             while latest is not None:
                 yield latest
                 try:
-                    latest = told.get(timeout=_PULSE)
+                    latest = news.get(timeout=_PULSE)
                 except Empty:
                     continue
             yield future.result()
@@ -109,46 +106,45 @@ class Easel:
             stop.set()
 
     def close(self) -> None:
-        """Stop what is being drawn, and give the thread back."""
+        """Stop the current drawing and end the thread."""
         self._closed.set()
         self._worker.shutdown(cancel_futures=True)
 
-    def _draw(self, order: Order, known: Shot | None, tell: Tell, stopped: Callable[[], bool]) -> Pair:
-        """Runs in the worker's thread."""
-        told = Told(order, tell, stopped)
+    def _draw(self, order: Order, known: Shot | None, reporter: _Reporter) -> Pair:
+        """Draw a pair. Runs in the worker's thread."""
         studio = self.models.studio(order.model)
         studio.request = order.request
         studio.check(order.configuration)
         if not studio.is_loaded:
-            told.say(f"Loading {order.model}")
+            reporter.say(f"Loading {order.model}")
         self.models.load(order.model)
         try:
-            plain = known or self._take(studio, order, Configuration(PLAIN), told)
-            told.ended("plain", plain)
+            plain = known or self._take(studio, order, Configuration(PLAIN), reporter)
+            reporter.end("plain", plain)
             fast = plain
             if not order.configuration.is_plain:
-                fast = self._take(studio, order, order.configuration, told)
-            told.ended("fast", fast)
+                fast = self._take(studio, order, order.configuration, reporter)
+            reporter.end("fast", fast)
             summary = str(api.summary(studio.pipe))
-            return Pair(order, plain, self._measured(fast, plain), told.progress, summary, as_python(order, studio))
+            return Pair(order, plain, self._measured(fast, plain), reporter.progress, summary, as_python(order, studio))
         finally:
             studio.restore()
 
-    def _take(self, studio: Studio, order: Order, configuration: Configuration, told: Told) -> Shot:
+    def _take(self, studio: Studio, order: Order, configuration: Configuration, reporter: _Reporter) -> Shot:
         studio.configure(configuration)
         side = "plain" if configuration.is_plain else "fast"
         if self.models.is_first(order.model, configuration):
-            told.say("Warming up")
-            studio.draw(order.prompt, (order.seed,), min(_WARM_UP_STEPS, order.request.steps), told.check)
-        told.begin(side)
+            reporter.say("Warming up")
+            studio.draw(order.prompt, (order.seed,), min(_WARM_UP_STEPS, order.request.steps), reporter.check)
+        reporter.begin(side)
 
         def on_step(done: int) -> None:
-            told.step(side, dict(api.summary(studio.pipe).steps) or {FULL: done})
+            reporter.step(side, dict(api.summary(studio.pipe).steps) or {FULL: done})
 
         return take_shot(studio, configuration, order.prompt, order.seed, overlay=True, on_step=on_step)
 
     def _measured(self, fast: Shot, plain: Shot) -> Shot:
-        """With its drift, also by LPIPS where that network is installed."""
+        """The fast picture with its drift, including LPIPS where its network is installed."""
         shot = compared(fast, plain)
         if self._lpips is None:
             return shot
@@ -156,12 +152,12 @@ class Easel:
         return replace(shot, drift={**shot.drift, "lpips": self._lpips.pair(BY_NAME["lpips"], first, second)})
 
 
-class Told:
-    """What is told of an order while it is drawn; raises as soon as nobody listens."""
+class _Reporter:
+    """Reports the progress of an order. Raises `Stopped` once nobody listens."""
 
-    def __init__(self, order: Order, tell: Tell, stopped: Callable[[], bool]) -> None:
+    def __init__(self, order: Order, report: Callable[[Progress], None], stopped: Callable[[], bool]) -> None:
         self.progress = Progress(order)
-        self._tell = tell
+        self._report = report
         self._stopped = stopped
         self._begun = 0.0
 
@@ -170,26 +166,26 @@ class Told:
             raise Stopped
 
     def say(self, doing: str) -> None:
-        self._now(replace(self.progress, doing=doing))
+        self._update(replace(self.progress, doing=doing))
 
     def begin(self, side: str) -> None:
         self._begun = time.perf_counter()
         self.say(f"Drawing the {side} picture")
 
     def step(self, side: str, kinds: dict[str, int]) -> None:
-        """kinds: how many steps there were of each, with this one."""
+        """Add a step. kinds: the number of steps of each kind so far, this one included."""
         before = getattr(self.progress, side).kinds
         new = (Counter(kinds) - Counter(before)).elements()
-        self._side(side, Side((*before, *new), time.perf_counter() - self._begun))
+        self._update_side(side, Side((*before, *new), time.perf_counter() - self._begun))
 
-    def ended(self, side: str, shot: Shot) -> None:
+    def end(self, side: str, shot: Shot) -> None:
         kinds = getattr(self.progress, side).kinds or (FULL,) * self.progress.order.request.steps
-        self._side(side, Side(kinds, shot.seconds, done=True))
+        self._update_side(side, Side(kinds, shot.seconds, done=True))
 
-    def _side(self, side: str, now: Side) -> None:
-        self._now(replace(self.progress, plain=now) if side == "plain" else replace(self.progress, fast=now))
+    def _update_side(self, side: str, now: Side) -> None:
+        self._update(replace(self.progress, plain=now) if side == "plain" else replace(self.progress, fast=now))
 
-    def _now(self, progress: Progress) -> None:
+    def _update(self, progress: Progress) -> None:
         self.check()
         self.progress = progress
-        self._tell(progress)
+        self._report(progress)

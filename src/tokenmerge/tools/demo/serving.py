@@ -20,7 +20,7 @@ from .page import build
 from .pairs import Easel
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Visitors that may wait.
+# The most visitors that may wait.
 _WAITING = 16
 _FONT = ("system-ui", "sans-serif")
 _MONO = ("ui-monospace", "monospace")
@@ -32,24 +32,24 @@ def serve(
     """Serve until Ctrl-C."""
     check_port(host, port)
     named = Models(models, device, dtype, threads)
-    # The first visitor shall not wait for it, and what is wrong with it is told at once.
+    # Now, so that the first visitor does not wait, and a broken model is reported at the start.
     named.load(named.names[0])
     with served(named, host, port) as address:
-        print(f"tokenmerge demo: {address} (Ctrl-C ends it)", flush=True)
+        print(f"tokenmerge demo: {address} (Ctrl-C to stop)", flush=True)
         threading.Event().wait()
 
 
 @contextmanager
 def served(models: Models, host: str, port: int) -> Iterator[str]:
-    """The page, in threads of its own, at the address that it gives."""
+    """Serve the page in its own threads; yields its address."""
     easel = Easel(models)
     with tempfile.TemporaryDirectory(prefix="tokenmerge-demo-") as folder:
-        # Pictures are written there for browsers to fetch, and go with it. Nothing else can be fetched.
+        # Gradio writes pictures there for browsers to fetch. They go with the folder; nothing else can be fetched.
         os.environ["GRADIO_TEMP_DIR"] = os.environ["GRADIO_EXAMPLES_CACHE"] = folder
         page = build(easel).queue(max_size=_WAITING)
         gates = [Middleware(Gate)]
         if host in LOOPBACK:
-            # Else a name of somebody's own that points here would let their pages read ours.
+            # Against DNS rebinding: otherwise a foreign site whose name points here could read our page.
             gates.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK)))
         try:
             _, address, _ = page.launch(
@@ -78,7 +78,7 @@ def served(models: Models, host: str, port: int) -> Iterator[str]:
 
 
 def _theme() -> gr.themes.Base:
-    """Fonts of the visitor's own, since others would be fetched, and labels that do not shout."""
+    """System fonts, because web fonts would be fetched from elsewhere, and quiet labels."""
     theme = gr.themes.Soft(primary_hue="teal", neutral_hue="slate", font=_FONT, font_mono=_MONO)
     labels = {
         f"block_{part}_{name}": value

@@ -1,4 +1,4 @@
-"""Views: what a visitor sees of a picture."""
+"""The page's views of finished pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .pairs import Pair
 
 @dataclass(frozen=True)
 class Views:
-    """What a visitor sees."""
+    """The widgets that show pairs."""
 
     status: gr.HTML
     figures: gr.HTML
@@ -32,11 +32,11 @@ class Views:
 
     @property
     def of_a_pair(self) -> list[Any]:
-        """Those that show one pair."""
+        """The views that show one pair."""
         return [each for each in self.all if each not in (self.status, self.gallery)]
 
     def show(self, pair: Pair) -> dict[Any, Any]:
-        """A pair in all of them but the gallery."""
+        """Updates that show a pair in all views but the gallery."""
         return {
             self.status: looks.done(pair),
             self.figures: looks.figures(pair),
@@ -50,29 +50,29 @@ class Views:
         }
 
     def show_gallery(self, pairs: list[Pair]) -> dict[Any, Any]:
-        """The fast pictures of a visit."""
-        told = [(pair.fast.picture, f"{pair.fast.speed_up:.2f}x") for pair in pairs]
-        return {self.gallery: gr.update(value=told, visible=True)}
+        """An update that shows a visit's fast pictures."""
+        pictures = [(pair.fast.picture, f"{pair.fast.speed_up:.2f}x") for pair in pairs]
+        return {self.gallery: gr.update(value=pictures, visible=True)}
 
 
 def make_views() -> Views:
-    """The views, in the place where a page is being built."""
+    """Build the views inside the current Gradio layout."""
     status = gr.HTML(looks.WELCOME, elem_id="tm-status", min_height=72)
     figures = gr.HTML(elem_id="tm-figures")
-    # Without the button that would share a picture elsewhere.
+    # Without Gradio's share button, which uploads the picture.
     picture: dict[str, Any] = {
         "show_label": False,
         "format": "png",
         "interactive": False,
         "buttons": ["download", "fullscreen"],
     }
-    # None behind a menu, where nobody would look for Python.
+    # Tabs wrap; in an overflow menu nobody would look for Python.
     with gr.Tabs(elem_id="tm-tabs", overflow_behavior="wrap"):
         with gr.Tab("Compare"):
             sides = gr.HTML(padding=False)
             slider = gr.ImageSlider(elem_id="tm-slider", max_height=620, **picture)
         with gr.Tab("Drift"):
-            gr.HTML('<p class="tm-note">Black is equal to plain; the brighter, the further apart.</p>')
+            gr.HTML('<p class="tm-note">Black means equal. The brighter, the further from the plain picture.</p>')
             drift = gr.Image(elem_id="tm-drift", **picture)
         with gr.Tab("Merged"):
             merged_note = gr.HTML()
@@ -80,7 +80,7 @@ def make_views() -> Views:
         with gr.Tab("Summary"):
             summary = gr.HTML(elem_id="tm-summary")
         with gr.Tab("Python"):
-            gr.HTML('<p class="tm-note">Draws the fast picture again. It runs as pasted.</p>')
+            gr.HTML('<p class="tm-note">This script draws the fast picture again. It runs as pasted.</p>')
             python = gr.Code(language="python", show_label=False, interactive=False, elem_id="tm-python")
     gallery = gr.Gallery(
         show_label=False,
