@@ -16,7 +16,7 @@ from comfy.ldm.wan.model import WanModel
 from torch import Tensor, nn
 
 from tokenmerge import TokenMergeError
-from tokenmerge.families.base import Argument, Block, BlockKind, Component, Family, PerToken, Ports, keys_values
+from tokenmerge.families.base import Argument, Block, BlockKind, Calls, Component, Family, PerToken, Ports, keys_values
 from tokenmerge.families.calls import DenoiserCall, TokenGrid
 
 # Names are given by keyword, so that places do not count.
@@ -82,12 +82,13 @@ def _grid(latent: Tensor, patch: tuple[int, int, int]) -> TokenGrid:
     return TokenGrid(height, width, frames)
 
 
-def _read(denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    x, timestep = args[:2]
-    size = getattr(denoiser, "patch_size", 1)
-    patch = tuple(size) if isinstance(size, tuple | list) else (1, size, size)
-    grids = tuple(_grid(each, patch) for each in (x, *(kwargs.get("ref_latents") or ())))
-    return _call(kwargs, x, timestep, grids, shapes=_shapes(kwargs))
+class _TransformerCalls(Calls):
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        x, timestep = args[:2]
+        size = getattr(denoiser, "patch_size", 1)
+        patch = tuple(size) if isinstance(size, tuple | list) else (1, size, size)
+        grids = tuple(_grid(each, patch) for each in (x, *(kwargs.get("ref_latents") or ())))
+        return _call(kwargs, x, timestep, grids, shapes=_shapes(kwargs))
 
 
 def _listed(*lists: tuple[str, BlockKind]) -> Any:
@@ -128,7 +129,7 @@ def _flux(name: str, title: str, denoiser: type[nn.Module]) -> Family:
         title=title,
         denoiser=denoiser,
         blocks=_listed(("double_blocks", _DOUBLE), ("single_blocks", _SINGLE)),
-        read=_read,
+        calls=_TransformerCalls(),
         between_blocks=_BETWEEN,
         unmergeable_call=_unmergeable_joint,
     )
@@ -143,7 +144,7 @@ def _held(name: str, title: str, denoiser: type[nn.Module], blocks: str, ports: 
         title=title,
         denoiser=denoiser,
         blocks=_listed((blocks, BlockKind(ports))),
-        read=_read,
+        calls=_TransformerCalls(),
         between_blocks=_BETWEEN,
         unmergeable=lambda _: _UNMERGEABLE,
     )
@@ -199,8 +200,9 @@ def _unet_blocks(unet: Any) -> list[Block]:
     ]
 
 
-def _read_unet(unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    return _call(kwargs, *args[:2], (_grid(args[0], (1, 1, 1)),))
+class _UNetCalls(Calls):
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        return _call(kwargs, *args[:2], (_grid(args[0], (1, 1, 1)),))
 
 
 class _BetweenStages(list[Any]):
@@ -231,7 +233,7 @@ def families() -> tuple[Family, ...]:
             title="Stable Diffusion 1.5, 2.x, SDXL",
             denoiser=UNetModel,
             blocks=_unet_blocks,
-            read=_read_unet,
+            calls=_UNetCalls(),
             merging="unet",
             stages=_stages,
             between_stages=lambda args, kwargs: _BetweenStages(kwargs),

@@ -330,7 +330,7 @@ def test_a_first_frame_that_may_be_given_merges_with_no_other(name: str) -> None
     technique, told = Merge(regions="tile:3x4x4"), []
     for pipe in (zoo.MODELS[name].build(), CONDITIONED[name]()):
         transformer = pipe.transformer
-        side = family_of(transformer).unit(transformer, 8)
+        side = family_of(transformer).calls.unit(transformer, 8)
         given = family_of(transformer).example(transformer, 1, side, side, 3)
         tokenmerge.apply(transformer, technique)
         with torch.no_grad():
@@ -347,7 +347,7 @@ def test_sparse_attention_is_held_and_not_merged() -> None:
     transformer = zoo.MODELS["kandinsky5"].build().transformer
     given = family_of(transformer).example(transformer, 1, 16, 16, 3) | {"sparse_params": {"to_fractal": False}}
     tokenmerge.apply(transformer, Merge())
-    with pytest.raises(TokenMergeError, match="its sparse attention counts on tokens in blocks of its own order"):
+    with pytest.raises(TokenMergeError, match="its sparse attention needs tokens in blocks of its own order"):
         transformer(**given)
 
 

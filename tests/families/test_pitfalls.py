@@ -77,7 +77,7 @@ def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
     times = torch.full((1, tokens), 900.0)
     times[:, : tokens // 3] = 0
     given["timestep"] = times
-    read = family_of(denoiser).read(denoiser, (), given)
+    read = family_of(denoiser).calls.read(denoiser, (), given)
     assert float(read.timestep) == 900.0
     assert read.grids == (TokenGrid(4, 4), TokenGrid(4, 4, 2))
     tokenmerge.apply(denoiser, HOLD)

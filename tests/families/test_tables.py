@@ -91,7 +91,7 @@ def positional(denoiser: nn.Module, given: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", DENOISERS)
 def test_a_call_is_read_alike_by_name_and_by_position(kind: str) -> None:
     denoiser = DENOISERS[kind]
-    given, read = example(denoiser), family_of(denoiser).read
+    given, read = example(denoiser), family_of(denoiser).calls.read
     one, other = read(denoiser, (), given), read(denoiser, positional(denoiser, given), {})
     assert one.size == other.size
     assert (one.batch, one.text_tokens) == (other.batch, other.text_tokens)

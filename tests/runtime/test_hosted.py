@@ -17,6 +17,8 @@ from tokenmerge import Hold, Merge
 from tokenmerge.applying import hosted, hosted_plan
 from tokenmerge.config import Techniques
 from tokenmerge.families import family_of
+from tokenmerge.families.base import Calls
+from tokenmerge.families.calls import DenoiserCall
 from tokenmerge.planning import Summary
 from tokenmerge.runtime.levels import even_levels
 from tokenmerge.runtime.sigmas import SigmaFollower
@@ -39,7 +41,12 @@ def driven(
     """What every condition gives at every step, and guidance to the first; orders: of calls, step by step."""
     family = family_of(model)
     asked: list[tuple[str, ...]] = []
-    table = replace(family, read=lambda *call: family.read(*call)._replace(conditions=asked[-1]))
+
+    class HostedCalls(Calls):
+        def read(self, *call: Any) -> DenoiserCall:
+            return family.calls.read(*call)._replace(conditions=asked[-1])
+
+    table = replace(family, calls=HostedCalls())
     example = family.example(model, 2, 16, 16)
     levels = even_levels(STEPS)
     follower = SigmaFollower(levels)

@@ -221,7 +221,7 @@ def test_random_models_have_their_real_size(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.denoiser.parameters())
     width, height = model.own_size
     frames = latent_frames(model.family, None, model.frame_scale)
-    call = model.family.plan_call(model.denoiser, height // model.scale, width // model.scale, frames)
+    call = model.family.calls.plan(model.denoiser, height // model.scale, width // model.scale, frames)
     assert call.tokens == tokens
 
 
@@ -498,7 +498,7 @@ def test_rows_of_another_machine_are_not_gone_on_with(
 
 def test_nothing_is_gone_on_with_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--resume"]) == 2
-    assert "--resume goes on with a file; give --out" in capsys.readouterr().err
+    assert "--resume continues a file; give --out" in capsys.readouterr().err
 
 
 def test_rows_of_a_resumed_run_are_compared_with_the_plain_one_of_its_conditions() -> None:
@@ -520,9 +520,9 @@ def test_rows_of_a_resumed_run_are_compared_with_the_plain_one_of_its_conditions
         (b"", "holds no record"),
         (b'{"laps_ms": {}', "line 1 of"),
         (b'\n{"label": "none"}', "line 2 of"),
-        (b"[]", "no record of times"),
-        (b'{"laps_ms": {}, "config": {}}', "line 1 of PATH is of tokenmerge 0.1"),
-        (b"\xff\xfe", "is no text"),
+        (b"[]", "is not a record of times"),
+        (b'{"laps_ms": {}, "config": {}}', "line 1 of PATH is from tokenmerge 0.1"),
+        (b"\xff\xfe", "is not text"),
     ],
 )
 def test_a_file_that_holds_no_times_is_refused(

@@ -1,4 +1,4 @@
-"""Model families, one short table each, and how the denoisers of a model are found."""
+"""Model families, one short table each, and the search for a model's denoisers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .base import Block, Family
 
 __all__ = ["PARTS", "Block", "Family", "denoiser_of", "denoisers_of", "families", "family_of"]
 
-# Older diffusers lack arguments that tables name.
+# Tables name arguments that older versions of diffusers lack.
 _OLDEST = (0, 37)
-# In the order we list them.
+# In the order of our lists.
 _TABLES = (
     "unet",
     "sd3",
@@ -37,15 +37,15 @@ _TABLES = (
     "mochi",
     "kandinsky5",
 )
-# We name these when nothing has a similar name.
+# Errors name these when nothing has a similar name.
 _BEST_KNOWN = ("UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
-# Where pipelines keep denoisers. Wan 2.2 A14B has one for high and one for low noise, Ideogram 4 one for guidance.
+# Where pipelines keep denoisers. Wan 2.2 A14B has one for high and one for low noise; Ideogram 4 has one for guidance.
 PARTS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families that the installed diffusers has: older versions lack the newest models."""
+    """All families that the installed diffusers supports. Older versions lack the newest models."""
     install = "pip install -U tokenmerge[diffusers]"
     try:
         import diffusers
@@ -63,7 +63,7 @@ def families() -> tuple[Family, ...]:
 
 
 def family_of(denoiser: nn.Module) -> Family:
-    """The family of a denoiser, by its class; without a table, one of which blocks can be held at most."""
+    """The family of a denoiser, by its class. Without a table its blocks can only be held."""
     for family in families():
         if isinstance(denoiser, family.denoiser):
             return family
@@ -73,14 +73,14 @@ def family_of(denoiser: nn.Module) -> Family:
     if reason:
         name = type(denoiser).__name__
         raise TokenMergeError(
-            f"{name} is not supported: it has no table, and Hold without one would not do, because {reason}; "
+            f"{name} is not supported: it has no table, and Hold cannot work without one, because {reason}; "
             f"{_supported(name)}"
         )
     return generic_family(denoiser)
 
 
 def denoisers_of(model: Any) -> list[nn.Module]:
-    """The denoisers of a pipeline, or the module itself; compiled modules are looked into."""
+    """The denoisers of a pipeline, or the module itself. Of a compiled module, the original."""
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in PARTS]
     found = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
@@ -93,12 +93,12 @@ def denoisers_of(model: Any) -> list[nn.Module]:
 
 
 def _other_part(model: Any) -> str:
-    """What of a pipeline could be held by itself."""
+    """A hint at a part of the pipeline that could be held alone; empty if there is none."""
     from .generic import unholdable
 
     parts = getattr(model, "__dict__", {}).items()
     names = [name for name, part in parts if isinstance(part, nn.Module) and not unholdable(part)]
-    return f", but Hold would do for its {names[0]}: apply to pipe.{names[0]}, with scheduler=" if names else ""
+    return f", but Hold works on its {names[0]}: apply to pipe.{names[0]}, with scheduler=" if names else ""
 
 
 def denoiser_of(model: Any) -> nn.Module:
@@ -107,7 +107,7 @@ def denoiser_of(model: Any) -> nn.Module:
 
 
 def _supported(name: str) -> str:
-    """The supported denoisers and pipelines whose names are nearest to one."""
+    """The supported denoisers or pipelines with the nearest names."""
     known = [family.denoiser.__name__ for family in families()]
     pipelines = [each for family in families() for each in family.pipelines]
     near = get_close_matches(name, pipelines if "Pipeline" in name else known, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""AuraFlow: joint blocks, then single blocks on one sequence with text and registers first; positions are added."""
+"""AuraFlow: joint blocks, then single blocks on one sequence with text and registers first; added positions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from diffusers.models.transformers.auraflow_transformer_2d import (
 from .base import BlockKind, Family, Ports, arguments, listed, random_input
 from .reading import Latents
 
-_CALL = arguments(AuraFlowTransformer2DModel)
 _BLOCK = arguments(AuraFlowJointTransformerBlock)
 _JOINT = BlockKind(Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")))
 _SINGLE = BlockKind(Ports(arguments(AuraFlowSingleTransformerBlock)("hidden_states"), text="first"))
-_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 256
 
 
@@ -39,9 +37,7 @@ FAMILIES = (
         pipelines=("AuraFlowPipeline",),
         steps="50",
         blocks=listed(("joint_transformer_blocks", _JOINT, "joint"), ("single_transformer_blocks", _SINGLE, "single")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(arguments(AuraFlowTransformer2DModel)),
         example=_example,
     ),
 )

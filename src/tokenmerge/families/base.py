@@ -1,8 +1,9 @@
-"""What a family's table can say: where image tokens enter and leave, which blocks there are, what a call holds."""
+"""The vocabulary of family tables: where image tokens enter and leave, which blocks there are, how a call is read."""
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calls import DenoiserCall
+from .calls import DenoiserCall, planned
 
-# Of a family that cannot tell before it runs.
-_NO_CALL = DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()))
-# The arguments of a call.
+# Positional and keyword arguments of a forward.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a forward. `arguments` makes them, with positions from the forward's signature."""
+    """An argument of a forward. `arguments` makes it, with the position from the forward's signature."""
 
     name: str
     position: int
@@ -37,7 +36,7 @@ class Argument:
 
 
 def arguments(module: type[nn.Module]) -> Callable[[str], Argument]:
-    """The arguments of a module's forward, by name."""
+    """A lookup by name for the arguments of a module's forward."""
     _, *names = inspect.signature(module.forward).parameters
 
     def argument(name: str) -> Argument:
@@ -51,49 +50,49 @@ LINEAR_INPUT = arguments(nn.Linear)("input")
 
 @dataclass(frozen=True)
 class PerToken:
-    """An argument of a block with a row for every token of its sequence: a rotary table, a mask, a modulation. Merged
-    tokens get the rows of their destinations."""
+    """A block's argument with a row per token: a rotary table, a mask, a modulation. Merged tokens get the rows of
+    their destinations."""
 
     argument: Argument
-    axis: int  # that tokens lie along; 0 is shared by a batch, so that its samples must share destinations
-    item: int | None = None  # of a tuple
-    text: str = "first"  # where rows of text tokens lie, if it has any: first, or after those of image tokens
-    ndim: int | None = None  # it has rows only if it has so many axes
+    axis: int  # the axis of tokens; if 0, the samples of a batch share the rows and must share destinations
+    item: int | None = None  # index of the tensor, if the argument is a tuple
+    text: str = "first"  # where rows of text tokens lie, if there are any: "first", or "after" the image tokens
+    ndim: int | None = None  # the argument has rows only if its tensor has this many axes
 
     def rows(self, value: Any) -> Tensor | None:
-        """The tensor with rows, if there are any."""
+        """The tensor with a row per token; None if the argument has no such rows."""
         tensor: Tensor | None = value if self.item is None or value is None else value[self.item]
         if tensor is None or (self.ndim is not None and tensor.ndim != self.ndim) or tensor.shape[self.axis] == 1:
             return None
         return tensor
 
     def replaced(self, value: Any, rows: Tensor) -> Any:
-        """The argument with other rows."""
+        """The argument with `rows` in place of its own."""
         if self.item is None:
             return rows
         return tuple(rows if number == self.item else item for number, item in enumerate(value))
 
 
 def cos_sin(argument: Argument, axis: int = 0, text: str = "first") -> tuple[PerToken, PerToken]:
-    """Two rotary tables in one argument."""
+    """The cosine and sine tables of one rotary argument, a tuple of both."""
     return PerToken(argument, axis, 0, text), PerToken(argument, axis, 1, text)
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a module takes image tokens in and gives them out."""
+    """Where image tokens enter and leave a module."""
 
     tokens: Argument = Argument("hidden_states", 0)
-    outputs: tuple[int, ...] | None = None  # places in the returned tuple; None if the output is the tokens
-    text: str = ""  # where text tokens lie in the same sequence: first, or after the image tokens
-    text_tokens: Argument | None = None  # text that enters beside the image tokens, where as much is given out
+    outputs: tuple[int, ...] | None = None  # where tokens are in the returned tuple; None if the output is the tokens
+    text: str = ""  # where text tokens lie in the same sequence: "first", or "after" the image tokens
+    text_tokens: Argument | None = None  # text tokens that enter as an argument of their own and leave in the output
     per_token: tuple[PerToken, ...] = ()
-    in_place: bool = False  # whether the module may write to the tokens it is given
-    # Of a held stage that is not the last: the shape of what it gives out, which nothing reads.
+    in_place: bool = False  # whether the module may write to its input tokens
+    # Output shape of a held stage that is not the last. Nothing reads that output.
     nothing: tuple[int, ...] = ()
 
     def outgoing(self, output: Any) -> list[Tensor]:
-        """Image tokens that a module gives out."""
+        """The image tokens in a module's output."""
         return [output] if self.outputs is None else [output[place] for place in self.outputs if place < len(output)]
 
     def replaced(self, output: Any, tokens: list[Tensor]) -> Any:
@@ -102,10 +101,9 @@ class Ports:
         pairs = dict(zip(self.outputs, tokens, strict=False))
         return tuple(pairs.get(place, value) for place, value in enumerate(output))
 
-    # What a block changes: its image tokens, and its text tokens where they enter by themselves.
-
     @property
     def streams(self) -> int:
+        """How many streams a block changes: image tokens, and text tokens that enter as an argument of their own."""
         return 1 if self.text_tokens is None else 2
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -113,7 +111,7 @@ class Ports:
         return (tokens,) if self.text_tokens is None else (tokens, self.text_tokens.read(args, kwargs))
 
     def leaving(self, output: Any) -> tuple[Tensor | None, ...]:
-        """In the order of `entering`; None for what a block gives out no more."""
+        """The streams in a block's output, in the order of `entering`; None for text that a last block drops."""
         if self.outputs is None:
             return (output,)
         (image,) = self.outputs
@@ -121,7 +119,7 @@ class Ports:
         return (output[image], *others[:1])
 
     def output(self, streams: tuple[Tensor | None, ...]) -> Any:
-        """What a block that gave out these would return."""
+        """The return value of a block whose streams leave like this."""
         if self.outputs is None:
             return streams[0]
         tokens, text = streams
@@ -130,7 +128,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Component:
-    """A submodule that can be merged by itself; `leave` is another submodule where its tokens come out, if any."""
+    """A submodule that can be merged alone. leave: the submodule where its tokens leave, if not itself."""
 
     entry: str
     ports: Ports = Ports()
@@ -139,10 +137,10 @@ class Component:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One class of transformer block: its ports as a whole, and its components by name.
+    """One class of transformer block: the ports of the whole block, and its components by name.
 
-    keys_values: projections of self-attention to keys and values of image tokens, if fewer of those than queries will
-    do. Rotary tables that are shared with queries forbid it.
+    keys_values: the projections of image tokens to keys and values, if self-attention works with fewer keys than
+    queries. It does not where both share rotary tables.
     """
 
     ports: Ports
@@ -159,54 +157,66 @@ class Block:
     kind: BlockKind
     group: str
     level: int = 0  # UNet: how often the latent was halved
-    line: str = ""  # blocks of one line follow each other with nothing between: they can be held as one run
-    width: int = 0
+    line: str = ""  # blocks of one line follow each other with nothing between, so they can be held as one run
+    width: int = 0  # channels of a token
+
+
+class Calls(ABC):
+    """How a family's denoiser calls are read, and planned without tensors. Sizes are in latents."""
+
+    @abstractmethod
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        """What techniques must know of a call with these arguments."""
+
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        """The call for a latent of this size, as far as it is known before it runs."""
+        return planned()
+
+    def unit(self, denoiser: Any, scale: int) -> int:
+        """Sides of a picture must be multiples of this many pixels. scale: pixels along a side of a latent."""
+        return scale
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how to list its blocks and read its calls. The page of models is made from these tables."""
+    """The table of a model architecture: its blocks, how its calls are read, what it cannot do."""
 
     name: str
     title: str  # the models, as people call them
     denoiser: type[nn.Module]
     blocks: Callable[[Any], list[Block]]
-    read: Callable[[Any, tuple[Any, ...], dict[str, Any]], DenoiserCall]
-    pipelines: tuple[str, ...] = ()  # of diffusers, that are tested
-    steps: str = ""  # that its models are usually given
-    # The call that a latent of a height, a width and so many frames leads to, without tensors.
-    plan_call: Callable[..., DenoiserCall] = lambda *_: _NO_CALL
-    # Random arguments for a batch of latents of a height, a width and so many frames.
+    calls: Calls
+    pipelines: tuple[str, ...] = ()  # the diffusers pipelines that we test
+    steps: str = ""  # how many steps people usually use
+    # Random arguments for a call. It receives the denoiser, the batch, and height, width and frames in latents.
     example: Callable[..., dict[str, Any]] = lambda *_: {}
-    # Pixels that its pipelines want sides in multiples of, from pixels per latent.
-    unit: Callable[[Any, int], int] = lambda denoiser, scale: scale
     merging: str = "dit"  # the preset that merges best here
-    frames: int = 1  # that its pipelines usually make; more than 1 for videos
-    scales: tuple[int, int] = (8, 4)  # pixels along a side, and frames, that a latent usually stands for
+    frames: int = 1  # how many frames its pipelines usually make; more than 1 for videos
+    scales: tuple[int, int] = (8, 4)  # the usual pixels along a side of a latent, and frames per latent
     attention_kwargs: Argument | None = None
-    between_blocks: tuple[Argument, ...] = ()  # arguments that reach in between blocks
-    stages: Callable[[Any], list[Block]] | None = None  # all between its first and last layer, in the order they run
-    # From the arguments of a call: what is added between stages, in a list that the denoiser empties.
+    between_blocks: tuple[Argument, ...] = ()  # arguments that act between blocks
+    stages: Callable[[Any], list[Block]] | None = None  # UNet: everything between its first and last layer, in order
+    # From a call's arguments: the list of tensors added between stages. The denoiser empties it as it goes.
     between_stages: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]] = lambda args, kwargs: []
     masks: tuple[Argument, ...] = ()  # arguments that mask image tokens
-    # Why a denoiser, or a call of it, cannot be merged, if it cannot.
+    # Why a denoiser, or one call of it, cannot be merged; empty if it can.
     unmergeable: Callable[[Any], str] = lambda denoiser: ""
     unmergeable_call: Callable[[tuple[Any, ...], dict[str, Any]], str] = lambda args, kwargs: ""
-    trained: str = ""  # a bundled model of the family, which is tested with trained weights
-    note: str = ""  # on the page of models
-    learned: bool = False  # whether blocks are candidates, of which a call shows what can be held
+    trained: str = ""  # a bundled model of this family, tested with trained weights
+    note: str = ""  # shown on the page of models
+    learned: bool = False  # whether `blocks` are only candidates: the first call shows which of them can be held
 
 
 def keys_values(*attentions: str) -> tuple[Component, ...]:
-    """The projections to keys and values of diffusers' attention modules of these names."""
+    """The key and value projections of the diffusers attention modules with these names."""
     ports = Ports(LINEAR_INPUT)
     return tuple(Component(f"{name}.{part}", ports) for name in attentions for part in ("to_k", "to_v"))
 
 
 def listed(*lists: tuple[str, BlockKind, str], line: str | None = None) -> Callable[[Any], list[Block]]:
-    """The blocks of module lists, each given by its name, the kind of its blocks and their group.
+    """The blocks of module lists. Each list is its name, the kind of its blocks and their group.
 
-    line: of all blocks, where nothing acts between two lists.
+    line: one line for all blocks, where nothing acts between the lists.
     """
 
     def blocks(denoiser: Any) -> list[Block]:
@@ -221,7 +231,7 @@ def listed(*lists: tuple[str, BlockKind, str], line: str | None = None) -> Calla
 
 
 def _width(config: Any) -> int:
-    """Channels of a token, as diffusers' configs tell them."""
+    """Channels of a token, from a diffusers config."""
     for name in ("dim", "hidden_size", "model_dim"):
         if config.get(name):
             return int(config[name])
@@ -233,7 +243,7 @@ def as_tensor(timestep: Any) -> Tensor:
 
 
 def random_input(denoiser: nn.Module, *shape: int) -> Tensor:
-    """Random input for a denoiser, in its dtype and on its device."""
+    """A random tensor in the denoiser's dtype and on its device."""
     parameter = next(denoiser.parameters())
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(parameter.device, parameter.dtype)

@@ -1,4 +1,4 @@
-"""Chroma: joint blocks, then single blocks on one sequence with text first; both mask text."""
+"""Chroma: joint blocks, then single blocks on one sequence with text first; all blocks mask text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _SINGLE = BlockKind(
         per_token=(*cos_sin(_SINGLE_BLOCK("image_rotary_emb")), PerToken(_SINGLE_BLOCK("attention_mask"), -1)),
     )
 )
-_CALLS = Ids(_CALL)
 _TEXT_TOKENS = 512
 
 
@@ -53,9 +52,7 @@ FAMILIES = (
         pipelines=("ChromaPipeline",),
         steps="35",
         blocks=listed(("transformer_blocks", _JOINT, "joint"), ("single_transformer_blocks", _SINGLE, "single")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Ids(_CALL),
         example=_example,
         between_blocks=(_CALL("controlnet_block_samples"), _CALL("controlnet_single_block_samples")),
     ),

@@ -1,4 +1,4 @@
-"""CogVideoX: joint blocks that give out video before text; rotary positions, or none."""
+"""CogVideoX: joint blocks that return video before text; rotary positions, or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBloc
 from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
 from .reading import Latents, beside_channels
 
-_CALL = arguments(CogVideoXTransformer3DModel)
 _BLOCK = arguments(CogVideoXBlock)
 _JOINT = BlockKind(
     Ports(
@@ -21,7 +20,7 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, frames_axis=1, may_be_given=beside_channels)
+_CALLS = Latents(arguments(CogVideoXTransformer3DModel), frames_axis=1, may_be_given=beside_channels)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -48,9 +47,7 @@ FAMILIES = (
         merging="video",
         frames=49,
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=_CALLS,
         example=_example,
     ),
 )

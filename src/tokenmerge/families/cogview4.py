@@ -1,4 +1,4 @@
-"""CogView4: joint blocks that give out image before text; rotary positions of the image alone."""
+"""CogView4: joint blocks that return image before text; rotary positions for the image only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from diffusers.models.transformers.transformer_cogview4 import CogView4Transform
 from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
 from .reading import Latents
 
-_CALL = arguments(CogView4Transformer2DModel)
 _BLOCK = arguments(CogView4TransformerBlock)
 _JOINT = BlockKind(
     Ports(
@@ -21,7 +20,6 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 64
 
 
@@ -46,9 +44,7 @@ FAMILIES = (
         pipelines=("CogView4Pipeline",),
         steps="50",
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(arguments(CogView4Transformer2DModel)),
         example=_example,
     ),
 )

@@ -1,4 +1,4 @@
-"""Flux.1, and models of its form: joint blocks, then single blocks; rotary positions, shared by a batch."""
+"""Flux.1 and models built like it: joint blocks, then single blocks; rotary positions, shared by a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .reading import Ids, ids_of
 
 _ATTENTION_ROTARY = cos_sin(arguments(transformer_flux.FluxAttention)("image_rotary_emb"))
 _JOINT_COMPONENTS = {
-    # With an IP-Adapter the attention has a third output, for image tokens too.
+    # With an IP-Adapter, attention has a third output, also of image tokens.
     "self_attention": (Component("attn", Ports(outputs=(0, 2), per_token=_ATTENTION_ROTARY)),),
     "mlp": (Component("ff"),),
 }
@@ -33,12 +33,12 @@ _SINGLE_COMPONENTS = {
     "self_attention": (Component("attn", Ports(text="first", per_token=_ATTENTION_ROTARY)),),
     "mlp": (Component("proj_mlp", Ports(LINEAR_INPUT, text="first"), leave="act_mlp"),),
 }
-# Of T5, as the pipeline pads them.
+# The pipeline pads T5's tokens to this length.
 _TEXT_TOKENS = 512
 
 
 def _kind(block: type[nn.Module], components: Mapping[str, tuple[Component, ...]] | None = None) -> BlockKind:
-    """Tokens and text enter and leave a block beside each other."""
+    """A block that image and text tokens enter and leave as tensors of their own."""
     argument = arguments(block)
     rotary, text = cos_sin(argument("image_rotary_emb")), argument("encoder_hidden_states")
     return BlockKind(Ports(argument("hidden_states"), (1,), text_tokens=text, per_token=rotary), components or {})
@@ -64,16 +64,13 @@ def _example(transformer: Any, batch: int, height: int, width: int, frames: int 
 def _family(
     name: str, title: str, denoiser: type[nn.Module], joint: BlockKind, single: BlockKind, **others: Any
 ) -> Family:
-    calls = Ids(arguments(denoiser))
     lists = ("transformer_blocks", joint, "joint"), ("single_transformer_blocks", single, "single")
     return Family(
         name=name,
         title=title,
         denoiser=denoiser,
         blocks=listed(*lists, line=""),
-        read=calls.read,
-        plan_call=calls.plan,
-        unit=calls.unit,
+        calls=Ids(arguments(denoiser)),
         example=_example,
         **others,
     )
@@ -96,7 +93,7 @@ FLUX = _family(
     ),
     steps="28 to 50, schnell 4",
     trained="tiny-flux",
-    note="Redux gives embeddings to FluxPipeline, and so needs nothing.",
+    note="Redux only gives embeddings to FluxPipeline, so it works too.",
     attention_kwargs=arguments(FluxTransformer2DModel)("joint_attention_kwargs"),
     **_controlnet(FluxTransformer2DModel),
 )

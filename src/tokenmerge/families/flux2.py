@@ -24,8 +24,7 @@ _JOINT = BlockKind(
 _SINGLE = BlockKind(
     Ports(_SINGLE_BLOCK("hidden_states"), text="first", per_token=cos_sin(_SINGLE_BLOCK("image_rotary_emb")))
 )
-_CALLS = Ids(_CALL)
-# As the pipeline pads them.
+# The pipeline pads prompts to this length.
 _TEXT_TOKENS = 512
 
 
@@ -58,9 +57,7 @@ FAMILIES = (
         pipelines=("Flux2Pipeline", "Flux2KleinPipeline"),
         steps="50, klein 4",
         blocks=listed(("transformer_blocks", _JOINT, "joint"), ("single_transformer_blocks", _SINGLE, "single")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Ids(_CALL),
         example=_example,
         unmergeable_call=_unmergeable_call,
     ),

@@ -1,4 +1,4 @@
-"""HunyuanImage, HunyuanVideo and HunyuanVideo 1.5: blocks that give out image before text; masks over both."""
+"""HunyuanImage, HunyuanVideo and HunyuanVideo 1.5: blocks that return image before text; masks over both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _IMAGE = tuple(
         transformer_hunyuanimage.HunyuanImageSingleTransformerBlock,
     )
 )
-# Image-to-video has blocks of other classes, with the same arguments.
+# Image-to-video models have other block classes with the same arguments.
 _VIDEO = tuple(
     _kind(block, rotary)
     for block, rotary in (
@@ -51,21 +51,12 @@ _VIDEO = tuple(
         (transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock, "image_rotary_emb"),
     )
 )
-# Its mask is of text alone.
+# HunyuanVideo 1.5 masks text only.
 _VIDEO15 = _kind(transformer_hunyuan_video15.HunyuanVideo15TransformerBlock, "freqs_cis", masks_image=False)
-
-_IMAGE_CALLS = Latents(arguments(HunyuanImageTransformer2DModel))
-_VIDEO_CALLS = Latents(
-    arguments(HunyuanVideoTransformer3DModel),
-    may_be_given=lambda config: config.image_condition_type is not None,
-)
-_VIDEO15_CALLS = Latents(
-    arguments(HunyuanVideo15Transformer3DModel), may_be_given=lambda config: config.task_type != "t2v"
-)
 
 
 def _texts(transformer: Any, batch: int) -> dict[str, Any]:
-    """What all three are given beside a latent."""
+    """The arguments beside the latent that all three share."""
     mask = torch.ones(batch, _TEXT_TOKENS, dtype=torch.int64, device=transformer.device)
     return {
         "timestep": torch.full((batch,), 500.0, device=transformer.device, dtype=transformer.dtype),
@@ -113,7 +104,7 @@ def _video15_example(transformer: Any, batch: int, height: int, width: int, fram
 def _unmergeable_video(transformer: Any) -> str:
     if transformer.config.image_condition_type != "token_replace":
         return ""
-    return "HunyuanVideo I2V counts the tokens of its first frame, which it modulates apart from the others"
+    return "HunyuanVideo I2V counts the tokens of its first frame, to modulate them differently"
 
 
 FAMILIES = (
@@ -127,9 +118,7 @@ FAMILIES = (
         blocks=listed(
             ("transformer_blocks", _IMAGE[0], "joint"), ("single_transformer_blocks", _IMAGE[1], "single"), line=""
         ),
-        read=_IMAGE_CALLS.read,
-        plan_call=_IMAGE_CALLS.plan,
-        unit=_IMAGE_CALLS.unit,
+        calls=Latents(arguments(HunyuanImageTransformer2DModel)),
         example=_image_example,
     ),
     Family(
@@ -143,12 +132,13 @@ FAMILIES = (
         blocks=listed(
             ("transformer_blocks", _VIDEO[0], "joint"), ("single_transformer_blocks", _VIDEO[1], "single"), line=""
         ),
-        read=_VIDEO_CALLS.read,
-        plan_call=_VIDEO_CALLS.plan,
-        unit=_VIDEO_CALLS.unit,
+        calls=Latents(
+            arguments(HunyuanVideoTransformer3DModel),
+            may_be_given=lambda config: config.image_condition_type is not None,
+        ),
         example=_video_example,
         unmergeable=_unmergeable_video,
-        note="Image-to-video by token replacement: Hold alone. It counts the tokens of the first frame.",
+        note="Image-to-video by token replacement: Hold only. It counts the tokens of the first frame.",
     ),
     Family(
         name="hunyuanvideo15",
@@ -160,9 +150,9 @@ FAMILIES = (
         frames=121,
         scales=(16, 4),
         blocks=listed(("transformer_blocks", _VIDEO15, "joint")),
-        read=_VIDEO15_CALLS.read,
-        plan_call=_VIDEO15_CALLS.plan,
-        unit=_VIDEO15_CALLS.unit,
+        calls=Latents(
+            arguments(HunyuanVideo15Transformer3DModel), may_be_given=lambda config: config.task_type != "t2v"
+        ),
         example=_video15_example,
     ),
 )

@@ -1,4 +1,4 @@
-"""Kandinsky 5: text by cross-attention; latents have their channels last."""
+"""Kandinsky 5: text by cross-attention; channels come last in latents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .reading import Latents
 _CALL = arguments(Kandinsky5Transformer3DModel)
 _BLOCK = arguments(Kandinsky5TransformerDecoderBlock)
 _KIND = BlockKind(Ports(_BLOCK("visual_embed"), per_token=(PerToken(_BLOCK("rope"), axis=1),)))
-_CALLS = Latents(_CALL, frames_axis=1, channels_last=True, may_be_given=lambda config: config.visual_cond)
 _TEXT_TOKENS = 256
 
 
@@ -34,7 +33,7 @@ def _example(transformer: Any, batch: int, height: int, width: int, frames: int 
 
 def _unmergeable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     sparse = _CALL("sparse_params").read(args, kwargs) is not None
-    return "its sparse attention counts on tokens in blocks of its own order" if sparse else ""
+    return "its sparse attention needs tokens in blocks of its own order" if sparse else ""
 
 
 FAMILIES = (
@@ -47,11 +46,9 @@ FAMILIES = (
         merging="video",
         frames=121,
         blocks=listed(("visual_transformer_blocks", _KIND, "blocks")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(_CALL, frames_axis=1, channels_last=True, may_be_given=lambda config: config.visual_cond),
         example=_example,
         unmergeable_call=_unmergeable_call,
-        note="Sparse attention (videos of 10 seconds): Hold alone. It keeps tokens in blocks of its own order.",
+        note="Sparse attention (10-second videos): Hold only. It needs tokens in blocks of its own order.",
     ),
 )

@@ -11,7 +11,6 @@ from diffusers.models.transformers.transformer_krea2 import Krea2TransformerBloc
 from .base import BlockKind, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
 from .reading import Ids, ids_of
 
-_CALL = arguments(Krea2Transformer2DModel)
 _BLOCK = arguments(Krea2TransformerBlock)
 _JOINT = BlockKind(
     Ports(
@@ -20,7 +19,6 @@ _JOINT = BlockKind(
         per_token=(*cos_sin(_BLOCK("image_rotary_emb")), PerToken(_BLOCK("attention_mask"), -1)),
     )
 )
-_CALLS = Ids(_CALL, ids="position_ids")
 _TEXT_TOKENS = 64
 
 
@@ -45,9 +43,7 @@ FAMILIES = (
         pipelines=("Krea2Pipeline",),
         steps="28, Turbo 8",
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Ids(arguments(Krea2Transformer2DModel), ids="position_ids"),
         example=_example,
     ),
 )

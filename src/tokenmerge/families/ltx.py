@@ -1,4 +1,4 @@
-"""LTX-Video: text by cross-attention; tokens come packed, with their frames, height and width."""
+"""LTX-Video: text by cross-attention; packed tokens, with frames, height and width as arguments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from diffusers import LTXVideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 
-from .base import BlockKind, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
-from .calls import DenoiserCall, TokenGrid
-from .reading import conditioned, latest, length, planned
+from .base import BlockKind, Calls, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
+from .calls import DenoiserCall, TokenGrid, planned
+from .reading import conditioned, latest, length
 
 _CALL = arguments(LTXVideoTransformer3DModel)
 _BLOCK = arguments(LTXVideoTransformerBlock)
@@ -28,18 +28,18 @@ def _sides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, int
     return height, width, frames
 
 
-def _read(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    tokens, timestep = _CALL("hidden_states").read(args, kwargs), _CALL("timestep").read(args, kwargs)
-    height, width, frames = _sides(args, kwargs)
-    # Held tokens need not lie on a grid.
-    laid = height * width * frames == tokens.shape[1]
-    grids = conditioned(height, width, frames, timestep) if laid else (TokenGrid(1, tokens.shape[1]),)
-    text = length(_CALL("encoder_hidden_states"), args, kwargs)
-    return DenoiserCall(tokens.shape[0], tokens.dtype, tokens.device, latest(timestep), grids, text_tokens=text)
+class _Calls(Calls):
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        tokens, timestep = _CALL("hidden_states").read(args, kwargs), _CALL("timestep").read(args, kwargs)
+        height, width, frames = _sides(args, kwargs)
+        # Held tokens need not lie on a grid.
+        laid = height * width * frames == tokens.shape[1]
+        grids = conditioned(height, width, frames, timestep) if laid else (TokenGrid(1, tokens.shape[1]),)
+        text = length(_CALL("encoder_hidden_states"), args, kwargs)
+        return DenoiserCall(tokens.shape[0], tokens.dtype, tokens.device, latest(timestep), grids, text_tokens=text)
 
-
-def _plan_call(transformer: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
-    return planned(TokenGrid(height, width, frames))
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        return planned(TokenGrid(height, width, frames))
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -72,10 +72,9 @@ FAMILIES = (
         frames=161,
         scales=(32, 8),
         blocks=listed(("transformer_blocks", _KIND, "blocks")),
-        read=_read,
-        plan_call=_plan_call,
+        calls=_Calls(),
         example=_example,
         unmergeable_call=_unmergeable_call,
-        note="LTXConditionPipeline: Hold alone. Its conditioning tokens lie on no grid.",
+        note="LTXConditionPipeline: Hold only. Its conditioning tokens lie on no grid.",
     ),
 )

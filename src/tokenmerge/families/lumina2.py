@@ -1,4 +1,4 @@
-"""Lumina Image 2: one sequence with text first, where every sample has its own length of text. Timesteps rise."""
+"""Lumina Image 2: one sequence with text first; each sample has its own text length. Timesteps rise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .reading import Latents
 _CALL = arguments(Lumina2Transformer2DModel)
 _BLOCK = arguments(Lumina2TransformerBlock)
 _JOINT = BlockKind(Ports(_BLOCK("hidden_states"), text="first", per_token=(PerToken(_BLOCK("image_rotary_emb"), 1),)))
-_CALLS = Latents(_CALL, rises=True)
 _TEXT_TOKENS = 64
 
 
@@ -30,10 +29,10 @@ def _example(transformer: Any, batch: int, height: int, width: int, frames: int 
 
 def _unmergeable_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     mask = _CALL("encoder_attention_mask").read(args, kwargs)
-    # The model itself reads the lengths, so the device is waited for anyway.
+    # The model reads the lengths too, so it waits for the device anyway.
     if mask.shape[0] == 1 or len(mask.sum(1).unique()) == 1:
         return ""
-    return "the prompts of a batch have different lengths, so that its images begin at different places"
+    return "the prompts of a batch have different lengths, so its images begin at different places"
 
 
 FAMILIES = (
@@ -44,11 +43,9 @@ FAMILIES = (
         pipelines=("Lumina2Pipeline",),
         steps="30",
         blocks=listed(("layers", _JOINT, "layers")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(_CALL, rises=True),
         example=_example,
         unmergeable_call=_unmergeable_call,
-        note="Prompts of different lengths in one batch: Hold alone. Their images begin at different places.",
+        note="Prompts of different lengths in one batch: Hold only. Their images begin at different places.",
     ),
 )

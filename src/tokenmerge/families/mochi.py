@@ -1,4 +1,4 @@
-"""Mochi: joint blocks that give out video before text, whose tokens are narrower. Timesteps rise."""
+"""Mochi: joint blocks that return video before text; text tokens are narrower. Timesteps rise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from diffusers.models.transformers.transformer_mochi import MochiTransformerBloc
 from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
 from .reading import Latents
 
-_CALL = arguments(MochiTransformer3DModel)
 _BLOCK = arguments(MochiTransformerBlock)
 _JOINT = BlockKind(
     Ports(
@@ -21,7 +20,6 @@ _JOINT = BlockKind(
         per_token=cos_sin(_BLOCK("image_rotary_emb")),
     )
 )
-_CALLS = Latents(_CALL, rises=True)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -46,9 +44,7 @@ FAMILIES = (
         frames=85,
         scales=(8, 6),
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(arguments(MochiTransformer3DModel), rises=True),
         example=_example,
     ),
 )

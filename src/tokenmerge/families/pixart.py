@@ -1,4 +1,4 @@
-"""PixArt alpha and Sigma: the blocks of a UNet in a row; positions are added before the first one."""
+"""PixArt alpha and Sigma: a sequence of the blocks that UNets have; positions are added before the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .reading import Latents
 from .unet import BASIC_BLOCK
 
 _CALL = arguments(PixArtTransformer2DModel)
-_CALLS = Latents(_CALL)
 _TEXT_TOKENS = 120
 
 
@@ -37,9 +36,7 @@ FAMILIES = (
         pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
         steps="20",
         blocks=listed(("transformer_blocks", BASIC_BLOCK, "blocks")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(_CALL),
         example=_example,
         masks=(_CALL("attention_mask"),),
         attention_kwargs=_CALL("cross_attention_kwargs"),

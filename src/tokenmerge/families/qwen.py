@@ -1,4 +1,4 @@
-"""Qwen-Image and its editing models: joint blocks; complex rotary tables, apart for image and text."""
+"""Qwen-Image and its editing models: joint blocks; separate complex rotary tables for image and text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOINT = BlockKind(
         _BLOCK("hidden_states"),
         outputs=(1,),
         text_tokens=_BLOCK("encoder_hidden_states"),
-        # Edit-2511 tells the picture from its references by an index.
+        # Edit-2511 marks the tokens of its reference images in an index.
         per_token=(PerToken(_BLOCK("image_rotary_emb"), 0, 0), PerToken(_BLOCK("modulate_index"), 1)),
     )
 )
@@ -27,22 +27,25 @@ _TEXT_TOKENS = 64
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Frames, height and width of all images, for every sample."""
+    """Frames, height and width of every image, sample by sample."""
     return [[shape] if isinstance(shape, tuple) else shape for shape in _CALL("img_shapes").read(args, kwargs)]
 
 
-def _read(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    tokens = _CALL("hidden_states").read(args, kwargs)
-    grids = tuple(TokenGrid(height, width, frames) for frames, height, width in _shapes(args, kwargs)[0])
-    timestep = latest(_CALL("timestep").read(args, kwargs))
-    text = length(_CALL("encoder_hidden_states"), args, kwargs)
-    return DenoiserCall(tokens.shape[0], tokens.dtype, tokens.device, timestep, grids, text_tokens=text)
+class _Calls(Ids):
+    """Packed tokens, as in Flux, but with the shapes of images in place of ids."""
+
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        tokens = _CALL("hidden_states").read(args, kwargs)
+        grids = tuple(TokenGrid(height, width, frames) for frames, height, width in _shapes(args, kwargs)[0])
+        timestep = latest(_CALL("timestep").read(args, kwargs))
+        text = length(_CALL("encoder_hidden_states"), args, kwargs)
+        return DenoiserCall(tokens.shape[0], tokens.dtype, tokens.device, timestep, grids, text_tokens=text)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
     config, device = transformer.config, transformer.device
     rows, columns = height // 2, width // 2
-    # Pipelines leave out a mask of ones. With one, diffusers copies a number from the host, which no CUDA graph may.
+    # No mask of ones, as in pipelines: with one, diffusers copies a number from the host, which CUDA graphs forbid.
     return {
         "hidden_states": random_input(transformer, batch, rows * columns, config.in_channels),
         "encoder_hidden_states": random_input(transformer, batch, _TEXT_TOKENS, config.joint_attention_dim),
@@ -69,9 +72,7 @@ FAMILIES = (
         ),
         steps="50, Lightning 4 or 8",
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_read,
-        plan_call=Ids.plan,
-        unit=Ids.unit,
+        calls=_Calls(_CALL),
         example=_example,
         between_blocks=(_CALL("controlnet_block_samples"),),
         unmergeable_call=_unmergeable_call,

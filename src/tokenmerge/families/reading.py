@@ -1,4 +1,4 @@
-"""How calls are read: from the shape of a latent, from the ids of tokens, or from sizes given beside them."""
+"""Two ways to read a call: from the shape of a latent, or from the ids of packed tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Argument, as_tensor
-from .calls import DenoiserCall, TokenGrid
-
-
-def planned(*grids: TokenGrid) -> DenoiserCall:
-    """A call without tensors."""
-    return DenoiserCall(1, torch.float32, torch.device("cpu"), torch.zeros(()), grids)
+from .base import Argument, Calls, as_tensor
+from .calls import DenoiserCall, TokenGrid, planned
 
 
 def latest(timestep: Any) -> Tensor:
-    """One timestep for each sample. Where every token has its own, those of a given image are 0."""
+    """One timestep per sample. Where every token has its own, the tokens of a given image have 0."""
     given = as_tensor(timestep)
     return given.flatten(1).amax(1) if given.ndim > 1 else given
 
 
 def length(argument: Argument | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens of a text argument [B, T, ...]."""
+    """The number of tokens in a text argument [B, T, ...]; 0 if it is left out."""
     text = None if argument is None else argument.read(args, kwargs)
     return 0 if text is None else int(text.shape[1])
 
@@ -33,15 +28,17 @@ def length(argument: Argument | None, args: tuple[Any, ...], kwargs: dict[str, A
 def conditioned(
     height: int, width: int, frames: int, timestep: Any, may_be_given: bool = False
 ) -> tuple[TokenGrid, ...]:
-    """The grids of a video. Where every token has a timestep the first frame may be a given image, which must not merge
-    with the others. may_be_given: it may be one elsewhere too."""
+    """The grids of a video. A first frame that may be a given image must not merge with other frames.
+
+    It may be one where every token has a timestep of its own, and wherever `may_be_given` says so.
+    """
     per_token = isinstance(timestep, Tensor) and timestep.ndim > 1 and timestep.shape[1] > 1
     grids = (TokenGrid(height, width, frames),)
     return first_apart(grids) if per_token or may_be_given else grids
 
 
 def first_apart(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, ...]:
-    """The first frame of a video by itself."""
+    """The first frame of a video as a grid of its own."""
     first = grids[0]
     if len(grids) > 1 or first.frames == 1:
         return grids
@@ -49,16 +46,16 @@ def first_apart(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, ...]:
 
 
 @dataclass(frozen=True)
-class Latents:
-    """Calls that are given a latent, [B, C, H, W] or [B, C, F, H, W] or its channels last, and cut it into patches."""
+class Latents(Calls):
+    """Calls that receive a latent and cut it into patches: [B, C, H, W], [B, C, F, H, W], or with channels last."""
 
     argument: Callable[[str], Argument]
     latent: str = "hidden_states"
     text: str | None = "encoder_hidden_states"
     frames_axis: int = 2
-    rises: bool = False  # whether timesteps rise along a picture
+    rises: bool = False  # whether timesteps rise from step to step
     channels_last: bool = False
-    # Whether the first frame may be a given image though one timestep is of all tokens, from the config.
+    # From the config: whether the first frame may be a given image although all tokens share one timestep.
     may_be_given: Callable[[Any], bool] = lambda config: False
 
     def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
@@ -91,9 +88,11 @@ class Latents:
 
 
 @dataclass(frozen=True)
-class Ids:
-    """Calls that are given packed tokens [B, N, C], with the image number, row and column of each. Pipelines pack 2x2
-    latents into a token."""
+class Ids(Calls):
+    """Calls that receive packed tokens [B, N, C] with the image number, row and column of each.
+
+    Pipelines pack 2x2 latents into a token.
+    """
 
     argument: Callable[[str], Argument]
     ids: str = "img_ids"
@@ -101,7 +100,7 @@ class Ids:
     def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
         tokens = self.argument("hidden_states").read(args, kwargs)
         ids = self.argument(self.ids).read(args, kwargs)
-        # Rows of text may come first. A fourth column is of text alone.
+        # Rows of text may come first. A fourth column counts text tokens only.
         ids = (ids[0] if ids.ndim == 3 else ids)[-tokens.shape[1] :, :3]
         return DenoiserCall(
             tokens.shape[0],
@@ -112,28 +111,26 @@ class Ids:
             text_tokens=length(self.argument("encoder_hidden_states"), args, kwargs),
         )
 
-    @staticmethod
-    def plan(denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
         return planned(TokenGrid(height // 2, width // 2))
 
-    @staticmethod
-    def unit(denoiser: Any, scale: int) -> int:
+    def unit(self, denoiser: Any, scale: int) -> int:
         return 2 * scale
 
 
 def _patch(config: Any) -> tuple[int, ...]:
-    """Frames, height and width of a token in latents, as diffusers' configs tell them."""
+    """Frames, height and width of a token in latents, from a diffusers config."""
     size = config.get("patch_size", 1)
     return (config.get("patch_size_t") or 1, size, size) if isinstance(size, int) else (1, *size)[-3:]
 
 
 def beside_channels(config: Any) -> bool:
-    """Whether a given image enters in channels beside those that are drawn."""
+    """Whether a given image may enter in extra channels of the latent."""
     return bool(config.in_channels != config.out_channels)
 
 
 def ids_of(height: int, width: int, columns: int = 3) -> Tensor:
-    """Ids [N, columns] of one image, as pipelines give them."""
+    """Ids [N, columns] of one image, in the form that pipelines pass them."""
     rows, places = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     ids = torch.zeros(height, width, columns)
     ids[..., 1], ids[..., 2] = rows, places

@@ -1,4 +1,4 @@
-"""SD3 and SD3.5: SD3Transformer2DModel. Joint blocks; positions are added before the first one."""
+"""SD3 and SD3.5: joint blocks; positions are added before the first one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ _BLOCK = arguments(JointTransformerBlock)
 _JOINT = BlockKind(
     Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")),
     {
-        # The second attention, of images alone, is there in SD3.5-medium's first blocks.
+        # The first blocks of SD3.5-medium have a second attention, of image tokens only.
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
         "mlp": (Component("ff"),),
     },
     keys_values("attn", "attn2"),
 )
-
-# Of CLIP and T5 together, as the pipeline gives them.
+# The pipeline appends T5's tokens to CLIP's.
 _TEXT_TOKENS = 77 + 256
-
-
-_CALLS = Latents(_CALL)
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -48,9 +44,7 @@ FAMILIES = (
         pipelines=tuple(f"StableDiffusion3{kind}Pipeline" for kind in ("", "Img2Img", "ControlNet")),
         steps="28 to 40",
         blocks=listed(("transformer_blocks", _JOINT, "joint")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(_CALL),
         example=_example,
         between_blocks=(_CALL("block_controlnet_hidden_states"), _CALL("skip_layers")),
         attention_kwargs=_CALL("joint_attention_kwargs"),

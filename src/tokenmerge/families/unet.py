@@ -1,4 +1,4 @@
-"""UNets: SD 1.5, SD 2.x, SDXL, Kolors; and Stable Video Diffusion. Groups are resolution levels."""
+"""UNets: SD 1.5, SD 2.x, SDXL, Kolors and Stable Video Diffusion. Groups are resolution levels."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ BASIC_BLOCK = BlockKind(
 _STAGE = BlockKind(Ports())
 
 _CALL = arguments(UNet2DConditionModel)
-_CALLS = Latents(_CALL, latent="sample", text=None)
-_VIDEO_CALL = arguments(UNetSpatioTemporalConditionModel)
-# Of CLIP.
+# CLIP's context length.
 _TEXT_TOKENS = 77
 
 
@@ -38,20 +36,20 @@ def _blocks(unet: Any) -> list[Block]:
     for stage, level in _stages(unet):
         for name, module in unet.get_submodule(stage).named_modules(prefix=stage):
             if isinstance(module, BasicTransformerBlock):
-                # A block for video is followed by one over time, which always runs.
+                # In video models a temporal block, which always runs, follows each spatial one.
                 line = name if isinstance(unet, UNetSpatioTemporalConditionModel) else name.rpartition(".")[0]
                 found.append(Block(name, module, BASIC_BLOCK, f"level-{2**level}", level, line, module.dim))
     return found
 
 
 def _held_stages(unet: Any) -> list[Block]:
-    """With all their layers. What enters the first and what leaves the last have the same shape."""
+    """Stages with all their layers. The input of the first and the output of the last have the same shape."""
     width = unet.config.block_out_channels[0]
     return [Block(name, unet.get_submodule(name), _STAGE, "stages", width=width) for name, _ in _stages(unet)]
 
 
 def _stages(unet: Any) -> list[tuple[str, int]]:
-    """Names of the UNet's stages in the order they run, each with how often the latent was halved before it."""
+    """The UNet's stages in running order: their names, and how often the latent was halved before each."""
     stages, level = [], 0
     for number, stage in enumerate(unet.down_blocks):
         stages.append((f"down_blocks.{number}", level))
@@ -64,20 +62,30 @@ def _stages(unet: Any) -> list[tuple[str, int]]:
     return stages
 
 
-def _read_video(unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    """Frames are samples: the blocks that merge see one each."""
-    sample = _VIDEO_CALL("sample").read(args, kwargs)
-    batch, frames, _, height, width = sample.shape
-    timestep = as_tensor(_VIDEO_CALL("timestep").read(args, kwargs))
-    return DenoiserCall(batch * frames, sample.dtype, sample.device, timestep, (TokenGrid(height, width),))
+class _ImageCalls(Latents):
+    def unit(self, denoiser: Any, scale: int) -> int:
+        # Whatever their decoder, the pipelines refuse sides that are not multiples of 8.
+        return math.lcm(8, scale)
 
 
-def _plan_video(unet: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
-    return _CALLS.plan(unet, height, width)
+class _VideoCalls(_ImageCalls):
+    """Each frame is a sample: spatial blocks see one frame at a time."""
+
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        sample = self.argument("sample").read(args, kwargs)
+        batch, frames, _, height, width = sample.shape
+        timestep = as_tensor(self.argument("timestep").read(args, kwargs))
+        return DenoiserCall(batch * frames, sample.dtype, sample.device, timestep, (TokenGrid(height, width),))
+
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        return super().plan(denoiser, height, width)
 
 
 def _between_stages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Of T2I-Adapters, which once came as a ControlNet's residuals do. Those of a ControlNet are not taken away."""
+    """The residuals of a T2I-Adapter; those of a ControlNet stay.
+
+    Older pipelines pass an adapter's residuals as a ControlNet's, without one for the mid block.
+    """
     given = _CALL("down_intrablock_additional_residuals").read(args, kwargs)
     if given is None and _CALL("mid_block_additional_residual").read(args, kwargs) is None:
         given = _CALL("down_block_additional_residuals").read(args, kwargs)
@@ -89,7 +97,7 @@ def _example(unet: Any, batch: int, height: int, width: int, frames: int = 1) ->
     arguments: dict[str, Any] = {
         "sample": random_input(unet, batch, config.in_channels, height, width),
         "timestep": torch.full((), 500.0, device=unet.device),
-        # Kolors projects its text before it enters.
+        # Kolors passes its text unprojected.
         "encoder_hidden_states": random_input(
             unet, batch, _TEXT_TOKENS, config.encoder_hid_dim or config.cross_attention_dim
         ),
@@ -114,11 +122,6 @@ def _video_example(unet: Any, batch: int, height: int, width: int, frames: int =
     }
 
 
-def _unit(unet: Any, scale: int) -> int:
-    # Whatever their decoder is, the pipelines refuse other sides than multiples of 8.
-    return math.lcm(8, scale)
-
-
 FAMILIES = (
     Family(
         name="unet",
@@ -133,9 +136,7 @@ FAMILIES = (
         steps="30 to 50, Lightning 4 or 8",
         merging="unet",
         blocks=_blocks,
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_unit,
+        calls=_ImageCalls(_CALL, latent="sample", text=None),
         example=_example,
         stages=_held_stages,
         between_stages=_between_stages,
@@ -152,11 +153,9 @@ FAMILIES = (
         frames=25,
         scales=(8, 1),
         blocks=_blocks,
-        read=_read_video,
-        plan_call=_plan_video,
-        unit=_unit,
+        calls=_VideoCalls(arguments(UNetSpatioTemporalConditionModel), latent="sample", text=None),
         example=_video_example,
         stages=_held_stages,
-        note="Merges within frames, in spatial blocks; blocks over time run whole.",
+        note="Merge acts within frames, in spatial blocks; temporal blocks run on all tokens.",
     ),
 )

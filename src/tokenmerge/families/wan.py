@@ -11,7 +11,6 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from .base import BlockKind, Family, PerToken, Ports, arguments, cos_sin, listed, random_input
 from .reading import Latents, beside_channels
 
-_CALL = arguments(WanTransformer3DModel)
 _BLOCK = arguments(WanTransformerBlock)
 _KIND = BlockKind(
     Ports(
@@ -19,8 +18,7 @@ _KIND = BlockKind(
         per_token=(*cos_sin(_BLOCK("rotary_emb"), axis=1), PerToken(_BLOCK("temb"), 1, ndim=4)),
     )
 )
-_CALLS = Latents(_CALL, may_be_given=beside_channels)
-# As the pipeline pads them.
+# The pipeline pads prompts to this length.
 _TEXT_TOKENS = 512
 
 
@@ -43,10 +41,8 @@ FAMILIES = (
         merging="video",
         frames=81,
         blocks=listed(("blocks", _KIND, "blocks")),
-        read=_CALLS.read,
-        plan_call=_CALLS.plan,
-        unit=_CALLS.unit,
+        calls=Latents(arguments(WanTransformer3DModel), may_be_given=beside_channels),
         example=_example,
-        note="Wan 2.2 A14B has two denoisers: one `apply` serves both, and `summary` tells of both.",
+        note="Wan 2.2 A14B has two denoisers: one `apply` serves both, and `summary` reports both.",
     ),
 )

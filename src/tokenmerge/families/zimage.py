@@ -1,4 +1,4 @@
-"""Z-Image: one sequence with the text after the image; both are padded. Timesteps rise."""
+"""Z-Image: one sequence with text after the image; both are padded. Timesteps rise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 from diffusers import ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
 
-from .base import BlockKind, Family, PerToken, Ports, arguments, as_tensor, listed, random_input
-from .calls import DenoiserCall, TokenGrid
-from .reading import planned
+from .base import BlockKind, Calls, Family, PerToken, Ports, arguments, as_tensor, listed, random_input
+from .calls import DenoiserCall, TokenGrid, planned
 
 _CALL = arguments(ZImageTransformer2DModel)
 _BLOCK = arguments(ZImageTransformerBlock)
-# What pads the image lies after it, and is never merged, as text is.
+# Padding lies after the image. Like text, it never merges.
 _UNIFIED = BlockKind(
     Ports(
         _BLOCK("x"),
@@ -25,27 +24,31 @@ _UNIFIED = BlockKind(
 _TEXT_TOKENS = 64
 
 
-def _patch(transformer: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> tuple[int, int]:
+def _patch(denoiser: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Latents along a side of a token, and latent frames in it."""
     given = [_CALL(name).read(args, kwargs or {}) for name in ("patch_size", "f_patch_size")]
-    known = transformer.config.all_patch_size[0], transformer.config.all_f_patch_size[0]
+    known = denoiser.config.all_patch_size[0], denoiser.config.all_f_patch_size[0]
     return given[0] or known[0], given[1] or known[1]
 
 
-def _read(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
-    images, texts = _CALL("x").read(args, kwargs), _CALL("cap_feats").read(args, kwargs)
-    # With references, a sample is a list of images, the last of which is drawn.
-    image = images[0][-1] if isinstance(images[0], list) else images[0]
-    _, frames, height, width = image.shape
-    side, depth = _patch(transformer, args, kwargs)
-    grid = TokenGrid(height // side, width // side, frames // depth)
-    text = max(len(each) for each in texts)
-    timestep = -as_tensor(_CALL("t").read(args, kwargs))
-    return DenoiserCall(len(images), image.dtype, image.device, timestep, (grid,), text_tokens=text)
+class _Calls(Calls):
+    def read(self, denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenoiserCall:
+        images, texts = _CALL("x").read(args, kwargs), _CALL("cap_feats").read(args, kwargs)
+        # With reference images, a sample is a list whose last image is drawn.
+        image = images[0][-1] if isinstance(images[0], list) else images[0]
+        _, frames, height, width = image.shape
+        side, depth = _patch(denoiser, args, kwargs)
+        grid = TokenGrid(height // side, width // side, frames // depth)
+        text = max(len(each) for each in texts)
+        timestep = -as_tensor(_CALL("t").read(args, kwargs))
+        return DenoiserCall(len(images), image.dtype, image.device, timestep, (grid,), text_tokens=text)
 
+    def plan(self, denoiser: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
+        side, _ = _patch(denoiser)
+        return planned(TokenGrid(height // side, width // side))
 
-def _plan_call(transformer: Any, height: int, width: int, frames: int = 1) -> DenoiserCall:
-    side, _ = _patch(transformer)
-    return planned(TokenGrid(height // side, width // side))
+    def unit(self, denoiser: Any, scale: int) -> int:
+        return _patch(denoiser)[0] * scale
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -73,9 +76,7 @@ FAMILIES = (
         pipelines=("ZImagePipeline", "ZImageControlNetPipeline"),
         steps="50, Turbo 8",
         blocks=listed(("layers", _UNIFIED, "layers")),
-        read=_read,
-        plan_call=_plan_call,
-        unit=lambda transformer, scale: _patch(transformer)[0] * scale,
+        calls=_Calls(),
         example=_example,
         between_blocks=(_CALL("controlnet_block_samples"),),
         unmergeable_call=_unmergeable_call,

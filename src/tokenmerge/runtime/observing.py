@@ -52,7 +52,7 @@ class Observer(Uncopied):
     # Outside of compiled code, which would be compiled again for every size of image.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self._family.read(denoiser, args, kwargs)._replace(shard=shard_of(denoiser))
+        call = self._family.calls.read(denoiser, args, kwargs)._replace(shard=shard_of(denoiser))
         if self._tracked:
             self._installation.follow()
         self._tracked = is_tracked(denoiser)

@@ -112,7 +112,7 @@ class Outline:
     @property
     def unit(self) -> int:
         """Pixels that sides of its pictures are multiples of."""
-        return self.family.unit(self.denoiser, self.scale)
+        return self.family.calls.unit(self.denoiser, self.scale)
 
     @property
     def least_side(self) -> int:

@@ -52,7 +52,7 @@ class _Watcher:
         self._clock = Clock()
 
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call = self._family.read(denoiser, args, kwargs)
+        self._call = self._family.calls.read(denoiser, args, kwargs)
         self._clock.follow_timestep(float(self._call.timestep.flatten()[0]))
         self._clock.call += 1
 
