@@ -451,7 +451,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no window": ({"merge": "dit:start=0.9"}, r"none of 3 steps; use a wider window"),
     "few pictures": ({"held_out": 4}, r"there are 4 pictures, and 4 are held out"),
     "no reference": ({"reference": Path("nowhere")}, r"nowhere is not a folder"),
-    "memory": ({"batch": 10**7, "at_once": 10**8}, r"10000000 at once takes about \S+ GiB, .*use --at-once \d+"),
+    "memory": (
+        {"batch": 10**7, "at_once": 10**8},
+        r"10000000 pictures at once takes about \S+ GiB, .*use --at-once \d+",
+    ),
 }
 
 
@@ -483,7 +486,7 @@ def test_a_step_takes_as_much_memory_as_was_told() -> None:
     if each is None or before is None:
         pytest.skip("this system does not tell how much memory a process uses")
     trainer.rehearse(trainer.calls([BLANK] * 6, random.Random(0)))
-    after = memory._kilobytes(Path("/proc/self/status"), "VmHWM")
+    after = memory._proc_bytes(Path("/proc/self/status"), "VmHWM")
     assert after is not None
     assert each / 2 < (after - before) / 6 < 2 * each
 
@@ -498,6 +501,6 @@ def test_pictures_are_drawn_by_the_plain_model(done: Path) -> None:
 
 def test_an_empty_folder_and_none_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    for data, told in ((tmp_path / "empty", "holds no picture"), (tmp_path / "nowhere", "nowhere is not there")):
+    for data, told in ((tmp_path / "empty", "holds no picture"), (tmp_path / "nowhere", "nowhere does not exist")):
         assert main(["heal", *TYPED, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
         assert told in capsys.readouterr().err.splitlines()[-1]

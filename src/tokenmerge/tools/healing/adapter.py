@@ -1,4 +1,4 @@
-"""The LoRA in training: peft's layers on a denoiser, and the file that is made of them."""
+"""The LoRA in training: peft's layers on a denoiser, and the files made from them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from ...merging.places import MergePlace
 from ..files import write_file
 
 _NAME = "healing"
+# The older names that ComfyUI reads for UNets, by peft's names.
 _OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 class Adapter:
-    """Layers of a LoRA on the linear layers of blocks that merge. Its weights are fp32, whatever the denoiser's are.
+    """A LoRA on the linear layers of blocks that merge. Its weights are fp32, whatever the denoiser's dtype."""
 
-    ends: only layers whose names end so.
-    """
-
-    def __init__(self, denoiser: Any, places: Iterable[MergePlace], rank: int, seed: int, *, ends: str = "") -> None:
+    def __init__(self, denoiser: Any, places: Iterable[MergePlace], rank: int, seed: int) -> None:
         from peft import LoraConfig
 
         self.denoiser = denoiser
@@ -36,7 +34,7 @@ class Adapter:
             f"{block.name}.{name}"
             for block in blocks
             for name, module in block.module.named_modules()
-            if _is_changed(name, module) and name.endswith(ends)
+            if _is_changed(name, module)
         ]
         denoiser.requires_grad_(False)
         with torch.random.fork_rng():
@@ -61,18 +59,18 @@ class Adapter:
                 weight.copy_(state[name])
 
     def write(self, path: Path, part: str, technique: Merge, dtype: torch.dtype) -> None:
-        """The file that `Merge(lora=...)` takes, and `load_lora_weights` too. part: of the pipeline, that has the
-        denoiser."""
+        """Write the file that `Merge(lora=...)` and `load_lora_weights` read. part: the denoiser's name in the
+        pipeline."""
         self._write(path, {f"{part}.{name}": weight.to(dtype) for name, weight in self.state().items()}, technique)
 
     def write_for_comfyui(self, path: Path, technique: Merge, dtype: torch.dtype) -> None:
-        """The same in the older names by which ComfyUI knows the layers of UNets."""
+        """Write the LoRA under the older names by which ComfyUI knows the layers of UNets."""
         tensors = {}
         for name, weight in self.state().items():
             layer, end = name.removesuffix(".weight").rsplit(".", 1)
             layer = f"lora_unet_{layer.replace('.', '_')}"
             tensors[f"{layer}.{_OLD_NAMES[end]}.weight"] = weight.to(dtype)
-            # Divided by the rank, it is what the change is multiplied by.
+            # ComfyUI multiplies the change by alpha / rank, which is 1 here.
             tensors[f"{layer}.alpha"] = torch.tensor(float(self._rank))
         self._write(path, tensors, technique)
 
@@ -85,5 +83,5 @@ class Adapter:
 
 
 def _is_changed(name: str, module: nn.Module) -> bool:
-    """Whether a layer of a block is changed: products of attention and feed-forward, not those of modulations."""
+    """Whether the LoRA changes this layer: linear layers of attention and feed-forward, not of modulations."""
     return isinstance(module, nn.Linear) and "norm" not in name

@@ -1,4 +1,4 @@
-"""Pictures to heal with: those of a folder or a list, or the plain model's own, which are drawn first and kept."""
+"""Pictures to heal with: from a folder or a list, or drawn by the plain model first and kept."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from ..drawing.studio import Studio
 from ..evaluation.pairs import list_pictures
 from ..files import digest_of, write_text
 
-# Of the pictures, that may be unreadable; more of them tell of another mistake.
+# Share of pictures that may be unreadable. More of them point to another mistake.
 _UNREADABLE = 0.1
+# Unreadable pictures that a message names.
 _NAMED = 5
 _CAPTION = ".txt"
 
 
 @dataclass(frozen=True)
 class Item:
-    """A picture, and what it shows."""
+    """A picture and its caption."""
 
     picture: Path | None
     caption: str
 
     def load(self, width: int, height: int) -> Image.Image:
-        """The picture at a size: its middle, as much as fits."""
+        """The picture at a size, cropped around its centre."""
         if self.picture is None:
             return Image.new("RGB", (width, height))
         with Image.open(self.picture) as picture:
@@ -40,14 +41,14 @@ class Item:
             return ImageOps.fit(upright, (width, height), Image.Resampling.LANCZOS)
 
 
-# A picture of nothing, to try with.
+# A black picture without a caption, for trial calls.
 BLANK = Item(None, "")
 
 
 def read_items(source: Path) -> list[Item]:
-    """The pictures of a folder, or those that a text file lists, with captions from text files of the same names.
+    """Read the pictures of a folder or of a list in a text file. Captions come from text files of the same names.
 
-    Pictures that cannot be read are named and left out; more than a tenth are refused.
+    Unreadable pictures are named and left out; more than a tenth are refused.
     """
     paths = list_pictures(source) if source.is_dir() else _listed(source)
     readable = {path: _is_readable(path) for path in paths}
@@ -55,15 +56,15 @@ def read_items(source: Path) -> list[Item]:
     if unreadable:
         named = ", ".join(str(path) for path in unreadable[:_NAMED]) + (", ..." if len(unreadable) > _NAMED else "")
         share = len(unreadable) / len(paths)
-        told = f"{len(unreadable)} of {counted(len(paths), 'picture')} cannot be read ({named})"
+        fact = f"{len(unreadable)} of {counted(len(paths), 'picture')} cannot be read ({named})"
         if share > _UNREADABLE:
-            raise TokenMergeError(f"{told}; at most {_UNREADABLE:.0%} are left out: mend or remove them")
-        print(f"tokenmerge: {told}: left out", file=sys.stderr)
+            raise TokenMergeError(f"{fact}; at most {_UNREADABLE:.0%} may be left out: mend or remove them")
+        print(f"tokenmerge: {fact}; they are left out", file=sys.stderr)
     return [Item(path, _caption(path)) for path in paths if readable[path]]
 
 
 def digest_items(items: Sequence[Item]) -> str:
-    """The same for pictures of the same names, content and captions in the same order."""
+    """A digest of the pictures' names, content and captions, in their order."""
     digest = hashlib.sha256()
     for item in items:
         assert item.picture is not None
@@ -80,7 +81,7 @@ def check_number(pictures: int, held_out: int) -> None:
 
 
 def split(items: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
-    """Those to train with, and so many that training does not see."""
+    """Items to train with, and `held_out` items that training does not see."""
     check_number(len(items), held_out)
     order = list(items)
     random.Random(seed).shuffle(order)
@@ -88,7 +89,7 @@ def split(items: Sequence[Item], held_out: int, seed: int) -> tuple[list[Item], 
 
 
 def draw_items(studio: Studio, prompts: Sequence[str], number: int, seed: int, folder: Path) -> None:
-    """The plain model's own pictures, as far as they are not there yet, with their prompts beside them."""
+    """Draw the pictures that the folder does not have yet, and write the prompt of each beside it."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     for place in tqdm(range(number), desc="pictures", leave=False):
@@ -98,21 +99,21 @@ def draw_items(studio: Studio, prompts: Sequence[str], number: int, seed: int, f
         prompt = prompts[place % len(prompts)]
         (picture,), _ = studio.draw(prompt, (seed + place,))
         write_text(path.with_suffix(_CAPTION), prompt)
-        # After its prompt: a picture that is there is whole.
+        # The picture comes last: one that exists has its prompt.
         save_picture(picture, path)
 
 
 def _listed(source: Path) -> list[Path]:
-    """The paths in a text file, one to a line; relative ones begin at the file."""
+    """The paths in a text file, one per line and relative to it."""
     if not source.is_file():
-        raise TokenMergeError(f"{source} is not there; give a folder of pictures, or a text file that lists them")
+        raise TokenMergeError(f"{source} does not exist; give a folder of pictures, or a text file that lists them")
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenMergeError(f"{source} lists no pictures ({error}); give a text file with a path per line") from error
+        raise TokenMergeError(f"{source} cannot be read ({error}); give a text file with one path per line") from error
     paths = [source.parent / line.strip() for line in lines if line.strip()]
     if not paths:
-        raise TokenMergeError(f"{source} lists no picture; write a path per line")
+        raise TokenMergeError(f"{source} lists no picture; write one path per line")
     return paths
 
 

@@ -1,4 +1,4 @@
-"""What a run of heal leaves for people and programs: a card with figures, a strip of pictures, and JSON."""
+"""The report of a heal run: a card with figures, a strip of pictures, and JSON."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from ..quality.statistics import Estimate, jackknife
 from ..typed import PLAIN
 from .training import Progress
 
-# Pictures of each kind in the strip, and shares of the steps whose losses are told.
+# Rows of the strip, and parts of the training that have a mean loss each.
 _SHOWN, _PARTS = 4, 10
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     lora: Path
     settings: Mapping[str, Any]
-    pictures: int  # that were trained with
+    pictures: int  # to train with, held-out ones excluded
     progress: Progress
     results: Results
     environment: Mapping[str, str]
 
     @property
     def loss(self) -> list[float]:
-        """The mean loss of every tenth of the steps."""
+        """The mean loss of each tenth of the steps."""
         losses = self.progress.losses
         size = max(1, len(losses) // _PARTS)
         parts = [losses[first : first + size] for first in range(0, len(losses), size)]
@@ -45,10 +45,10 @@ class Outcome:
 
     @property
     def fid_loss(self) -> dict[str, Estimate]:
-        """How much farther in FID merged and healed pictures are than plain ones, and the share that healing cuts."""
+        """FID that merged and healed pictures lose against plain ones, and the share of the loss that healing cuts."""
         found = {row.configuration.label: row.sets.get("fid", []) for row in self.results.rows}
         merged, healed = found["merged"], found["healed"]
-        # Plain pictures are themselves the reference where there are no photographs.
+        # Without photographs, plain pictures are the reference.
         plain = found[PLAIN] or [0.0] * len(merged)
         losses = {
             "merged": [each - base for each, base in zip(merged, plain, strict=True)],
@@ -83,11 +83,11 @@ class Outcome:
 
     @property
     def figures(self) -> str:
-        """The table of the pictures, under what merging and healing come to in FID, if that was measured."""
+        """The table of metrics, below the FID loss of merging and healing where FID was measured."""
         loss = self.fid_loss
         if "cut" not in loss:
             return markdown(self.results)
-        merged, healed, cut = (_told(loss[name], unit) for name, unit in (("merged", 1), ("healed", 1), ("cut", 100)))
+        merged, healed, cut = (_figure(loss[name], unit) for name, unit in (("merged", 1), ("healed", 1), ("cut", 100)))
         text = f"FID loss against plain pictures: {merged} merged, {healed} healed ({cut} % less)."
         noise = loss["merged"].interval
         if noise is None or loss["merged"].mean <= noise:
@@ -96,14 +96,14 @@ class Outcome:
 
 
 def write_outcome(outcome: Outcome, out: Path) -> None:
-    """Every file that is made from the outcome; each is written anew."""
+    """Write all files that are made from the outcome, and replace older ones."""
     save_picture(_strip(outcome.results), out / "strip.png")
     write_text(out / "results.json", to_json(outcome.to_dict(), indent=2))
     write_text(out / "README.md", _card(outcome))
 
 
 def _strip(results: Results) -> Image.Image:
-    """The first pictures: plain, merged and healed."""
+    """The first samples, each plain, merged and healed."""
     rows = []
     for sample in results.samples[:_SHOWN]:
         row = []
@@ -153,7 +153,7 @@ Pictures of held-out captions, with seeds that training has not seen, against th
 """
 
 
-def _told(value: Estimate, unit: float) -> str:
-    """A figure and its interval, in units."""
+def _figure(value: Estimate, unit: float) -> str:
+    """A figure times `unit`, with its interval."""
     mean = f"{unit * value.mean:.1f}"
     return mean if value.interval is None else f"{mean} ± {unit * value.interval:.1f}"

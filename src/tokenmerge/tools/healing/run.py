@@ -1,4 +1,4 @@
-"""`tokenmerge heal`: pictures, training, and what came of it; alone or split over processes."""
+"""`tokenmerge heal`: prepares pictures, trains, evaluates and reports, in one process or several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..quality.networks import Missing, Sources, find_network
 from ..typed import Configuration, read_typed
 from .adapter import Adapter
 from .data import Item, check_number, digest_items, draw_items, read_items, split
-from .memory import check_memory, told_memory
+from .memory import check_memory, explain_memory
 from .noising import NoisedCall, Noising
 from .report import Outcome, write_outcome
 from .training import Lessons, Progress, Trainer, train
@@ -35,26 +35,26 @@ from .training import Lessons, Progress, Trainer, train
 LORA = "lora.safetensors"
 LORA_FOR_COMFYUI = "lora-comfyui.safetensors"
 _CHECKPOINT, _RECORD = "checkpoint.pt", "run.json"
-# Held-out pictures whose loss is measured, each at so many noise levels.
+# Held-out pictures whose loss is measured, and noise levels of each.
 _MEASURED, _LEVELS = 16, 4
-# Seeds of pictures for the report, which none for training has.
+# The first seed of the report's pictures, beyond all seeds of training.
 _UNSEEN = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Healing:
-    """What was asked for. `steps` are those of training; `setup` has those of a picture."""
+    """The settings of a run. `steps` counts training steps; `setup` has the steps of a picture."""
 
     setup: Setup
-    merge: str | None = None  # as typed; without, the preset of the model's family
-    data: Path | None = None  # a folder or a list; without, the plain model draws
+    merge: str | None = None  # as typed; None: the preset of the model's family
+    data: Path | None = None  # a folder or a list; None: the plain model draws
     prompts: Sequence[str] = ()
     number: int = 64
     held_out: int = 8
     rank: int = 32
     steps: int = 1000
     batch: int = 4
-    at_once: int | None = None  # of the batch; without, all, or one where a batch shares destinations
+    at_once: int | None = None  # pictures per call; None: the batch, or one where a batch shares destinations
     lr: float = 5e-4
     seed: int = 0
     every: int = 100
@@ -68,7 +68,7 @@ class Healing:
 
 
 def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
-    """Do all that is not done yet in the folder `out`. The first process returns what came of it."""
+    """Do all that is not done yet in the folder `out`. Only the first process returns an outcome."""
     check_plots()
     check_folder(out)
     accelerator = _accelerator(asked)
@@ -79,7 +79,7 @@ def heal(asked: Healing, out: Path, *, resume: bool = False) -> Outcome | None:
 
 
 def _accelerator(asked: Healing) -> Any:
-    """What shares training out over processes."""
+    """Splits training over processes."""
     try:
         import peft  # noqa: F401
         from accelerate import Accelerator
@@ -103,14 +103,14 @@ class _Run:
         # Everything that can be refused is refused before pictures are drawn.
         studio.check(Configuration("merged", Techniques(self.merge)))
         if studio.outline.family.frames > 1:
-            raise TokenMergeError(f"{asked.setup.model!r} makes videos, and heal trains on pictures; use another model")
+            raise TokenMergeError(f"{asked.setup.model!r} makes videos, but heal trains on pictures; use another model")
         _check_reference(asked)
         self._items = [] if asked.data is None else read_items(asked.data)
         check_number(len(self._items) or asked.number, asked.held_out)
         self._settings = self._read_settings()
         if self._is_first:
             self._check_begun(resume)
-        with told_memory(device):
+        with explain_memory(device):
             self._trainer = self._prepared()
             self._progress = self._trainer.restore(self._checkpoint) if self._checkpoint.is_file() else Progress()
             if self._progress.step < asked.steps:
@@ -122,18 +122,18 @@ class _Run:
         accelerator.wait_for_everyone()
 
     def _check_begun(self, resume: bool) -> None:
-        """See that what is there goes on, and is what was asked for before."""
+        """Refuse a folder with a run, unless it is this run and shall be resumed."""
         if not (self.out / _RECORD).is_file():
             if resume:
                 tell_new(self.out)
             return
         if not resume:
-            raise TokenMergeError(f"{self.out} holds a run of heal; add --resume to go on with it, or another --out")
+            raise TokenMergeError(f"{self.out} holds a run of heal; add --resume to continue it, or give another --out")
         before = read_json(self.out / _RECORD, "give another --out")
         for name, now in json.loads(to_json(self._settings)).items():
             if before.get(name) != now:
                 raise TokenMergeError(
-                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; ask for the same, or give "
+                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; use the same, or give "
                     "another --out"
                 )
 
@@ -156,12 +156,12 @@ class _Run:
         }
 
     def _prepared(self) -> Trainer:
-        """The model, ready to train."""
+        """The model with its adapter, ready to train."""
         denoiser = denoiser_of(self._studio.pipe)
         places = merge_places(denoiser, family_of(denoiser), self.merge)
         noising = Noising(self._studio.pipe, self._studio.request, self.merge)
         adapter = Adapter(denoiser, places, self.asked.rank, self.asked.seed)
-        # A picture that is drawn by itself has destinations of its own.
+        # Pictures are drawn one by one, each with its own destinations. Training on shared ones would differ.
         at_once = self.asked.at_once or (1 if shares_destinations(places) else self.asked.batch)
         at_once = min(at_once, self.asked.batch)
         return Trainer(adapter, noising, self.merge, self._studio.device, self._studio.dtype, at_once)
@@ -171,7 +171,7 @@ class _Run:
             self._items = self._drawn()
         items, held_out = split(self._items, self.asked.held_out, self.asked.seed)
         progress = self._train(items, held_out)
-        # Their memory is the evaluation's now.
+        # The evaluation needs their memory.
         device = self._studio.device
         del self._studio, self._trainer
         free_memory(device)
@@ -184,7 +184,7 @@ class _Run:
         return outcome
 
     def _drawn(self) -> list[Item]:
-        """The plain model's own pictures, which the first process draws."""
+        """Pictures by the plain model. The first process draws them."""
         asked, folder = self.asked, self.out / "pictures"
         if self._is_first:
             self._studio.pipe.set_progress_bar_config(disable=True)
@@ -221,14 +221,14 @@ class _Run:
         return progress
 
     def _task(self, held_out: Sequence[Item]) -> Task:
-        """Pictures of held-out captions, plain, merged and healed."""
+        """The evaluation: pictures of held-out captions, plain, merged and healed."""
         healed = self.merge.replace(lora=self.out / LORA)
         techniques = {"merged": Techniques(self.merge), "healed": Techniques(healed)}
         return Task(
             **vars(self.asked.setup),
             techniques=[Configuration(*each) for each in techniques.items()],
             prompts=tuple(item.caption for item in held_out),
-            # Captions may be alike, or none.
+            # Each has its own seed, since captions may be equal or empty.
             seeds=range(_UNSEEN + self.asked.seed, _UNSEEN + self.asked.seed + len(held_out)),
             paired=True,
             reference=self.asked.reference,
@@ -238,7 +238,7 @@ class _Run:
 
 
 def _merge_of(typed: str) -> Merge:
-    """The technique, as typed: one that merges, alone."""
+    """Read the technique as typed; it must be a Merge alone."""
     configuration = read_typed(typed).configuration
     merge = configuration.techniques.merge
     if merge is None or merge.ratio == 0 or configuration.what != (Techniques(merge), None, None):
@@ -249,7 +249,7 @@ def _merge_of(typed: str) -> Merge:
 
 
 def _check_reference(asked: Healing) -> None:
-    """Refuse photographs that could not be measured against, which nobody would notice before the end."""
+    """Refuse photographs that cannot serve as a reference. Otherwise this would show only at the end."""
     if asked.reference is None:
         return
     list_pictures(asked.reference)
@@ -261,7 +261,7 @@ def _check_reference(asked: Healing) -> None:
 
 
 def held_out_calls(noising: Noising, items: Sequence[Item], seed: int) -> Iterator[NoisedCall]:
-    """Some held-out pictures at noise levels of the whole window, the same in every run."""
+    """Calls for some held-out pictures, at noise levels over the whole window; the same in every run."""
     steps = noising.steps
     chosen = [steps[(2 * place + 1) * len(steps) // (2 * _LEVELS)] for place in range(_LEVELS)]
     for number, item in enumerate(items[:_MEASURED]):

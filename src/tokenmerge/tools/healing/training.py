@@ -1,6 +1,6 @@
-"""The training loop: make the merged model's output the plain model's, on noised pictures.
+"""The training loop: teach the merged model the plain model's output on noised pictures.
 
-What a step does follows from the seed and its number alone, so that a run that was killed goes on as if it had not.
+A step depends on the seed and its number alone, so a killed run resumes as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .adapter import Adapter
 from .data import Item
 from .noising import NoisedCall, Noising, joined
 
-# Of the steps, over which the learning rate rises.
+# Share of the steps over which the learning rate rises.
 _WARM_UP = 0.05
 _LONGEST_GRADIENT = 1.0
-# Of captions, that are left out where guidance calls the denoiser without them in calls of their own.
+# Share of captions that are left out, where guidance makes its own calls without captions.
 _EMPTY = 0.3
 # Noise levels in a batch.
 _LEVELS = 4
-# Steps whose mean loss is shown.
+# Latest steps, whose mean loss the progress bar shows.
 _RECENT = 50
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """What is trained with, and how."""
+    """The pictures and settings of training."""
 
     items: Sequence[Item]
     steps: int
@@ -55,18 +55,18 @@ class Lessons:
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * (step - warm_up) / max(1, self.steps - warm_up)))
 
     def batch_at(self, step: int, process: int, processes: int) -> list[Item]:
-        """The pictures of a step: all of them, in another order in every round."""
+        """The pictures of a step. Every round goes through all of them in another order."""
         first = (step * processes + process) * self.batch
         return [self._at(place) for place in range(first, first + self.batch)]
 
     def _at(self, place: int) -> Item:
-        turn, place = divmod(place, len(self.items))
-        return self.items[_order(f"{self.seed} {turn}", len(self.items))[place]]
+        lap, place = divmod(place, len(self.items))
+        return self.items[_order(f"{self.seed} {lap}", len(self.items))[place]]
 
 
 @lru_cache(maxsize=2)
 def _order(seed: str, count: int) -> list[int]:
-    """Of a round. A batch may lie in two."""
+    """The order of pictures in a round. Two are cached, since a batch may span two rounds."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
@@ -78,7 +78,7 @@ class Progress:
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
-    held_out: dict[str, float] = field(default_factory=dict)  # losses of held-out pictures, once all is trained
+    held_out: dict[str, float] = field(default_factory=dict)  # losses of held-out pictures, after training
 
 
 class Trainer:
@@ -90,7 +90,7 @@ class Trainer:
         self.adapter = adapter
         self.at_once = at_once
         self.noising = noising
-        # Calls are drawn from its window, and are no steps of a schedule.
+        # Calls already lie in the window, and are not steps of a schedule that it could apply to.
         self._merge = merge.replace(start=0.0, stop=1.0)
         self._device = device
         self._half = None if dtype == "float32" else getattr(torch, dtype)
@@ -98,8 +98,10 @@ class Trainer:
         adapter.denoiser.enable_gradient_checkpointing()
 
     def calls(self, items: Sequence[Item], rng: random.Random) -> list[NoisedCall]:
-        """Pictures, some at once, with the noise of steps that merge: from each of a few equal parts of the window,
-        since losses differ far more by the noise than by the picture."""
+        """Calls for pictures, `at_once` in each, with the noise of steps that merge.
+
+        The noise comes from equal parts of the window in turn: the loss depends far more on noise than on the picture.
+        """
         steps, share = self.noising.steps, 0.0 if self.noising.guided else _EMPTY
         levels, calls = min(_LEVELS, len(steps), len(items)), []
         for first in range(0, len(items), self.at_once):
@@ -114,26 +116,26 @@ class Trainer:
         return calls
 
     def learn(self, calls: Sequence[NoisedCall], model: nn.Module, rate: float) -> float:
-        """One step of the optimizer. model: the denoiser, or what shares it out over processes."""
+        """One step of the optimizer; returns the loss. model: the denoiser, or its wrapper for several processes."""
         loss = self.rehearse(calls, model)
         self.advance(rate)
         return loss
 
     def advance(self, rate: float) -> None:
-        """Change the adapter's weights by their gradients."""
+        """Update the adapter's weights by their gradients."""
         torch.nn.utils.clip_grad_norm_(self.adapter.weights.values(), _LONGEST_GRADIENT)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
 
     def rehearse(self, calls: Sequence[NoisedCall], model: nn.Module | None = None) -> float:
-        """The mean loss of calls, and the gradients of the adapter's weights; these are left as they are."""
+        """Compute the mean loss of calls and the gradients of the adapter's weights, without updating them."""
         denoiser, rows = self.adapter.denoiser, sum(call.rows for call in calls)
         targets = [self._target(call) for call in calls]
         losses = []
         self.optimizer.zero_grad()
         denoiser.train()
-        # Also in the backward pass, in which checkpointed blocks run once more.
+        # Merging stays on for the backward pass, where checkpointed blocks run again.
         with api.applied(denoiser, self._merge):
             for call, target in zip(calls, targets, strict=True):
                 loss = self._error(call, target, model or denoiser) * (call.rows / rows)
@@ -144,7 +146,7 @@ class Trainer:
 
     @torch.no_grad()
     def errors(self, calls: Iterable[NoisedCall]) -> dict[str, float]:
-        """The mean loss of some calls, merged without the adapter and healed by it."""
+        """The mean loss of calls, merged (without the adapter) and healed (with it)."""
         denoiser = self.adapter.denoiser
         found: dict[str, list[float]] = {"merged": [], "healed": []}
         for call in calls:
@@ -157,7 +159,7 @@ class Trainer:
         return {name: sum(losses) / len(losses) for name, losses in found.items()}
 
     def _target(self, call: NoisedCall) -> Tensor:
-        """What the plain model makes of a call."""
+        """The plain model's output."""
         self.adapter.enable(False)
         with torch.no_grad(), self._mixed():
             target = call.output(self.adapter.denoiser).float()
@@ -170,10 +172,8 @@ class Trainer:
         return (output.float() - target).square().mean()
 
     def _mixed(self) -> AbstractContextManager[Any]:
-        """The adapter is fp32, and computes in the denoiser's type."""
+        """Let the fp32 adapter compute in the denoiser's dtype."""
         return nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
-
-    # Checkpoints.
 
     def save(self, path: Path, progress: Progress) -> None:
         state = {"lora": self.adapter.state(), "optimizer": self.optimizer.state_dict(), **vars(progress)}
@@ -201,7 +201,7 @@ def train(
     process: int = 0,
     processes: int = 1,
 ) -> None:
-    """Train to the end. keep: is given the progress after every so many steps, and at the end."""
+    """Train to the end. keep: receives the progress after every `every` steps and at the end."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=lessons.steps, initial=progress.step, desc="heal", disable=process > 0, leave=False) as bar:
