@@ -80,9 +80,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({}, "prompt is missing or empty"),
     ({"prompt": " "}, "prompt is missing or empty"),
     ({"prompt": ["a rose"]}, "it must be a text"),
-    ({"prompt": "x" * 401}, "prompt has 401 characters; it may have 400"),
+    ({"prompt": "x" * 401}, "prompt has 401 characters; the limit is 400"),
     ({"prompt": "\ud800"}, "half of a surrogate pair"),
-    ({"prompt": "x" * 40_000}, "bytes; it may have"),
+    ({"prompt": "x" * 40_000}, "bytes; the limit is"),
     ({"n": 0}, "n is 0; it must be a whole number from 1 to 10 pictures"),
     ({"n": 11}, "n is 11; it must be a whole number from 1 to 10 pictures"),
     ({"n": 1.5}, "n is 1.5"),
@@ -215,7 +215,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     assert keys.is_known("bearer another-key-for-tests", digests)
     for wrong in (None, "", KEY, f"Basic {KEY}", f"Bearer {KEY[:-1]}", "Bearer", "Bearer # of tests"):
         assert not keys.is_known(wrong, digests)
-    for content, words in (("# none\n", "has no key"), ("short\n", "less than 16 characters")):
+    for content, words in (("# none\n", "has no key"), ("short\n", "fewer than 16 characters")):
         path.write_text(content)
         with pytest.raises(TokenMergeError, match=words):
             keys.read_keys(path)
@@ -256,7 +256,7 @@ def test_no_listener_but_the_one_that_was_asked_for_may_be_beyond_loopback() -> 
     ("options", "words"),
     [
         ("--host 0.0.0.0", "--host 0.0.0.0 lets everybody draw; give --keys FILE, or leave --host at 127.0.0.1"),
-        ("--host nowhere.invalid", "is no address of this machine"),
+        ("--host nowhere.invalid", "is not an address of this machine"),
         ("--keys /nowhere/keys", "/nowhere/keys cannot be read (No such file or directory); give another --keys"),
         ("--replicas 0", "--replicas: 0 is out of range; it must be 1 or more"),
         ("--max-batch 0", "--max-batch: 0 is out of range; it must be 1 or more"),
@@ -264,7 +264,7 @@ def test_no_listener_but_the_one_that_was_asked_for_may_be_beyond_loopback() -> 
         ("--timeout 0", "--timeout: 0.0 is out of range; it must be above 0"),
         ("--port 70000", "--port: 70000 is out of range; it must be from 1 to 65535"),
         ("--speed warp", "--speed: invalid choice: 'warp'"),
-        ("--max-side 128 --model tiny-flux", "draws 256x256 by default, and --max-side is 128; raise it"),
+        ("--max-side 128 --model tiny-flux", "draws 256x256 by default, but --max-side is 128; raise it"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_anything_starts(
@@ -681,10 +681,10 @@ def test_a_cluster_that_already_serves_keeps_its_address_and_needs_keys(server: 
     first, *_, last = guest.stdout.strip().splitlines()
     assert guest.returncode == 0
     assert first == (
-        f"the cluster already serves at 0.0.0.0 port {server.port}, and 127.0.0.1 port 8000 was asked for; "
+        f"the cluster already serves at 0.0.0.0 port {server.port}, not at 127.0.0.1 port 8000; "
         f"use --host 0.0.0.0 --port {server.port}, or end what runs there with `serve shutdown`"
     )
-    assert f"the cluster serves at 0.0.0.0 port {server.port}, and without keys everybody there may draw" in last
+    assert f"the cluster serves at 0.0.0.0 port {server.port}, where anybody may draw without a key" in last
     assert server.draw().status == 200
 
 
@@ -703,5 +703,5 @@ def test_an_interrupt_answers_what_is_drawn_and_refuses_the_rest(server: Server)
         assert asked.result().status == 200
     server.wait(lambda: server.output.read_text().endswith("tokenmerge: interrupted\n"))
     # Nothing of Ray's about processes that it has killed.
-    told += "ending when all that was accepted is drawn; Ctrl-C again does not wait for it\n"
+    told += "finishing accepted requests; press Ctrl-C again to stop without waiting\n"
     assert server.output.read_text() == f"{told}tokenmerge: interrupted\n"

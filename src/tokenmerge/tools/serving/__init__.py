@@ -1,1 +1,1 @@
-"""A server that draws: requests as OpenAI has them, batches, and replicas under Ray Serve."""
+"""An HTTP server that draws: OpenAI's image API, batches, and replicas under Ray Serve."""

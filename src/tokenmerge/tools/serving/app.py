@@ -1,4 +1,4 @@
-"""Front: the HTTP surface. It reads requests, gives their pictures to workers, and answers."""
+"""The front: it reads HTTP requests, passes their pictures to workers, and answers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from .requests import Job, Order, Refusal, read_order
 
 APPLICATION = "tokenmerge"
 WORKER = "Worker"
-# A picture whose replica dies goes to another one; one that kills every replica does not go on for ever.
+# A picture whose replica dies goes to another replica. A picture that kills them all is given up.
 _ATTEMPTS = 3
-# Seconds that an answer of /healthz stays true: everybody may ask.
+# Seconds for which /healthz repeats its answer, since anybody may ask.
 _FRESH = 1.0
+# Status in the metrics of a client that left before its answer.
 _LEFT = 499
 _MOST_SECONDS_TO_WAIT = 60
 
 
 class Places:
-    """So many pictures may wait or be drawn at once."""
+    """Limits how many pictures may wait or be drawn."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self._most = most
@@ -51,13 +52,13 @@ class Places:
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        """Places for all pictures of a request, or for none. They are free again however it ends."""
+        """Take places for all pictures of a request, or refuse it. They are freed however the request ends."""
         if self.taken + count > self._most:
             wait = math.ceil(self.pace * (self.taken + count - self._most))
             raise Refusal(
                 429,
                 f"the queue is full: {self.taken} of {self._most} places are taken, and {count} are needed; "
-                "send it again later",
+                "send the request again later",
                 retry_after=max(1, min(wait, _MOST_SECONDS_TO_WAIT)),
             )
         self._change(count)
@@ -67,7 +68,7 @@ class Places:
             self._change(-count)
 
     async def emptied(self) -> None:
-        """Wait until all of them are free."""
+        """Wait until all places are free."""
         await self._empty.wait()
 
     def _change(self, count: int) -> None:
@@ -80,20 +81,20 @@ class Places:
 
 
 class Front:
-    """Answers HTTP requests. Ray Serve gives it one replica. digests: of keys; empty where everybody may ask."""
+    """Answers HTTP requests. There is one replica of it. digests: of the API keys; empty if none is needed."""
 
     def __init__(self, workers: DeploymentHandle, serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
         if serving.local:
             bind_replica()
         elif not digests:
-            # Whoever has put the application on a cluster may not know where that listens.
+            # Whoever deploys to a cluster may not know where it listens.
             host, port = proxy_address()
             if not is_private(host):
                 raise TokenMergeError(
-                    f"the cluster serves at {host} port {port}, and without keys everybody there may draw; give keys, "
-                    "or start Serve at 127.0.0.1"
+                    f"the cluster serves at {host} port {port}, where anybody may draw without a key; give keys, or "
+                    "start Serve at 127.0.0.1"
                 )
-        # A config file of Ray may name it otherwise.
+        # Ray's config files may rename the application.
         self._application = serve.get_replica_context().app_name
         self._workers = workers
         self._offer = offer
@@ -121,12 +122,12 @@ class Front:
             response = refused(refusal)
             status = refusal.status
         finally:
-            # Not what a client wrote: any number of paths would be any number of labels.
+            # Never the client's own path: there would be no end of labels.
             self._metrics.requests.labels(path if path in self._routes else "other", str(status)).inc()
         return response
 
     async def drain(self) -> None:
-        """Take no more requests, and wait for those that are being drawn."""
+        """Refuse new requests, and wait for pictures that are being drawn."""
         self._ending = True
         await self._places.emptied()
 
@@ -135,7 +136,7 @@ class Front:
             raise Refusal(404, f"there is nothing at this address; use one of {', '.join(self._routes)}")
         method, answer = self._routes[path]
         if request.method != method:
-            raise Refusal(405, f"{path} takes {method}; send that")
+            raise Refusal(405, f"{path} takes {method} only; send that")
         if self._digests and path != HEALTH and not is_known(request.headers.get("authorization"), self._digests):
             raise Refusal(401, "the API key is missing or unknown; send it as 'Authorization: Bearer KEY'")
         return await answer(request)
@@ -152,13 +153,13 @@ class Front:
         return JSONResponse(_answered(order, pictures))
 
     async def _drawn(self, jobs: Sequence[Job]) -> list[bytes]:
-        """All pictures, or a refusal; nothing goes on in the background afterwards."""
+        """All pictures, or a refusal. No task is left in the background."""
         tasks = [asyncio.create_task(self._draw(job)) for job in jobs]
         try:
             return await asyncio.wait_for(asyncio.gather(*tasks), self._timeout)
         except asyncio.TimeoutError:
             raise Refusal(
-                503, f"there was no picture within {self._timeout:g} seconds; send it again", retry_after=1
+                503, f"there was no picture within {self._timeout:g} seconds; send the request again", retry_after=1
             ) from None
         finally:
             for task in tasks:
@@ -177,21 +178,21 @@ class Front:
                 self._metrics.redrawn.inc()
                 continue
             except (RayError, RayServeException) as error:
-                told = f"no replica could draw ({type(error).__name__}); send it again"
-                raise Refusal(503, told, retry_after=1) from None
+                message = f"no replica could draw ({type(error).__name__}); send the request again"
+                raise Refusal(503, message, retry_after=1) from None
             if isinstance(drawn, Failed):
                 raise Refusal(drawn.status, drawn.message, retry_after=1 if drawn.status == 503 else None)
             if drawn.report is not None:
                 self._metrics.add_batch(drawn.report)
                 self._places.pace = drawn.report.seconds / drawn.report.size
             return drawn.png
-        raise Refusal(503, f"{_ATTEMPTS} replicas died over this picture; send it again", retry_after=1)
+        raise Refusal(503, f"{_ATTEMPTS} replicas died over this picture; send the request again", retry_after=1)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._offer.to_dict(self._created)]})
 
     async def _healthz(self, request: Request) -> Response:
-        """Whether a replica is there to draw."""
+        """Whether a replica is ready to draw."""
         if self._ending:
             return JSONResponse({"status": "ending", "replicas": 0, "starting": 0}, 503)
         now = time.monotonic()
@@ -199,7 +200,7 @@ class Front:
             try:
                 running, starting = await asyncio.to_thread(_replicas, self._application)
             except (RayError, RayServeException):
-                # Who counts replicas is being replaced itself.
+                # Ray's controller, which counts replicas, is being replaced.
                 running, starting = 0, 0
             status = {"status": "ok" if running else "no replica", "replicas": running, "starting": starting}
             self._health = now, JSONResponse(status, 200 if running else 503)
@@ -210,16 +211,16 @@ class Front:
 
 
 def _replicas(application: str) -> tuple[int, int]:
-    """Workers that run, and others that are being started or stopped."""
+    """The number of workers that run, and of those that are starting or stopping."""
     found = serve.status().applications.get(application)
-    # Ray takes it away before its replicas.
+    # Ray drops the application before its replicas.
     states: dict[str, int] = found.deployments[WORKER].replica_states if found is not None else {}
     running = states.get(ReplicaState.RUNNING, 0)
     return running, sum(states.values()) - running
 
 
 def _answered(order: Order, pictures: Sequence[bytes]) -> dict[str, Any]:
-    """As OpenAI has pictures, with the seed of each."""
+    """Pictures in OpenAI's form, with the seed of each."""
     data = [
         {"b64_json": base64.b64encode(png).decode("ascii"), "seed": job.seed}
         for job, png in zip(order.jobs(), pictures, strict=True)

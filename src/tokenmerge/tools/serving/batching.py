@@ -1,4 +1,4 @@
-"""Waiting jobs of one replica, and which of them are drawn together."""
+"""The jobs that wait for one replica, and which of them are drawn together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .requests import Job
 
 @dataclass(frozen=True)
 class Report:
-    """What one batch did: told once, with one of its pictures."""
+    """What one batch did. It travels with only one of its pictures."""
 
     size: int
     seconds: float
     steps: Mapping[str, int]  # by kind
-    psnr: float | None  # to the plain picture, as Hold estimates it for the worst of the batch
+    psnr: float | None  # to the plain picture, as Hold estimates it; the worst of the batch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no picture. Never what a prompt said."""
+    """Why there is no picture. The message never quotes a prompt."""
 
     status: int
     message: str
@@ -38,7 +38,7 @@ class Failed:
 
 @dataclass(eq=False)
 class Waiting:
-    """A job, and who waits for it."""
+    """A job and the future of its answer."""
 
     job: Job
     answer: asyncio.Future[Drawn | Failed]
@@ -50,7 +50,7 @@ class Waiting:
 
 
 class Queue:
-    """Jobs in the order that they came. batched: speeds, and whether their pictures may share a batch."""
+    """Jobs in order of arrival. batched: for each speed, whether its pictures may share a batch."""
 
     def __init__(self, most: int, batched: Mapping[str, bool]) -> None:
         self._most = most
@@ -61,7 +61,7 @@ class Queue:
         self._waiting.append(waiting)
 
     def take(self) -> list[Waiting]:
-        """The oldest job that is waited for, and those after it of equal settings; they leave the queue."""
+        """Take the oldest job that is still wanted out of the queue, with later jobs of equal settings."""
         self._waiting = deque(each for each in self._waiting if not each.left)
         if not self._waiting:
             return []

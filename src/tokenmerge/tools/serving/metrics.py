@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server. No label has what a client wrote."""
+"""The server's Prometheus metrics. No label contains what a client wrote."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 
 
 class Metrics:
-    """What was asked for, what waits, and what batches did."""
+    """Metrics of requests, of the queue and of batches."""
 
     def __init__(self) -> None:
         disable_created_metrics()
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "tokenmerge", "registry": self._registry}
-        self.requests = Counter("requests", "Requests by route and status; 499 left.", ["route", "status"], **own)
+        self.requests = Counter(
+            "requests", "Requests by route and status; 499: the client left.", ["route", "status"], **own
+        )
         self.seconds = Histogram("request_seconds", "Seconds to answer with pictures.", buckets=_SECONDS, **own)
-        self.pictures = Counter("pictures", "Pictures that were answered with.", ["speed"], **own)
+        self.pictures = Counter("pictures", "Pictures returned.", ["speed"], **own)
         self.queue = Gauge("queue", "Pictures that wait or are being drawn.", **own)
-        self.redrawn = Counter("redrawn", "Pictures given to another replica, because theirs died.", **own)
+        self.redrawn = Counter("redrawn", "Pictures given to another replica because theirs died.", **own)
         self._batch_size = Histogram("batch_size", "Pictures in a batch.", buckets=_SIZES, **own)
         self._batch_seconds = Histogram("batch_seconds", "Seconds to draw a batch.", buckets=_SECONDS, **own)
-        drift = "Estimated PSNR to the plain picture, of the worst of a batch, in dB."
+        drift = "Estimated PSNR to the plain picture in dB; the worst of a batch."
         self._psnr = Histogram("estimated_psnr", drift, buckets=_DECIBELS, **own)
         self._steps = Counter("steps", "Denoising steps of batches by kind: full, merged, held.", ["kind"], **own)
 
     def add_batch(self, report: Report) -> None:
-        """Take in what a batch did, as `tokenmerge.summary` told it."""
+        """Record what a batch did."""
         self._batch_size.observe(report.size)
         self._batch_seconds.observe(report.seconds)
         if report.psnr is not None:

@@ -1,4 +1,4 @@
-"""What is served, where, and within which limits: plain data, which needs neither torch nor Ray."""
+"""What is served, where, and within which limits. Plain data, which needs neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from ...errors import TokenMergeError
 from ..speeds import BATCHED_SPEEDS, DEFAULT
 
-# Of a body beside its prompt: names of fields, numbers, and escapes of every character.
+# Bytes of a body besides its prompt, and the most bytes that JSON escapes take for one character.
 _OVERHEAD, _ESCAPED = 16_384, 12
-# Fields that are numbers from 1.
+# Fields that must be 1 or more.
 _COUNTS = ("replicas", "threads", *(f"max_{name}" for name in ("batch", "queue", "side", "steps", "n", "prompt")))
 
 
@@ -27,7 +27,7 @@ class Limits:
 
     @property
     def body(self) -> int:
-        """Bytes of a body whose prompt is as long as it may be."""
+        """The most bytes of a body: one with the longest prompt."""
         return _OVERHEAD + _ESCAPED * self.prompt
 
 
@@ -39,13 +39,13 @@ class Offer:
     size: tuple[int, int]  # width, height
     steps: int
     speed: str
-    batched: dict[str, bool]  # speeds, and whether pictures of each may share a batch
-    unit: int  # pixels that sides are multiples of
-    least: int  # pixels of the shortest side
+    batched: dict[str, bool]  # for each speed, whether its pictures may share a batch
+    unit: int  # sides are multiples of this number of pixels
+    least: int  # shortest side allowed, in pixels
     limits: Limits
 
     def to_dict(self, created: int) -> dict[str, Any]:
-        """As OpenAI has models, and beside it what may be asked for."""
+        """The model in OpenAI's form, with its defaults, speeds and limits."""
         width, height = self.size
         more = {
             "defaults": {"size": f"{width}x{height}", "steps": self.steps, "speed": self.speed},
@@ -57,7 +57,7 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What to serve, where, and within which limits. Ray carries it to replicas on other machines."""
+    """What to serve, where, and within which limits. Ray sends it to replicas on other machines."""
 
     model: str
     host: str = "127.0.0.1"
@@ -79,7 +79,7 @@ class Serving:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        # Config files of Ray may say anything.
+        # Ray's config files may contain anything.
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise TokenMergeError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -90,10 +90,10 @@ class Serving:
 
     @property
     def local(self) -> bool:
-        """Whether it runs on a Ray of its own, on this machine."""
+        """Whether it runs on its own Ray, on this machine."""
         return self.cluster is None
 
     @property
     def limits(self) -> Limits:
-        # More pictures than places would never be accepted.
+        # A request for more pictures than there are places would never be accepted.
         return Limits(self.max_side, self.max_steps, min(self.max_n, self.max_queue), self.max_prompt)

@@ -1,4 +1,4 @@
-"""Ray on this machine: its listeners on loopback and a check that they are, and its processes, which end with us."""
+"""Ray on this machine: keeps its listeners on loopback, checks that they are, and ends its processes with ours."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from ...errors import TokenMergeError
 from ..addresses import addresses_of, is_loopback
 from .proxy import CALLBACK
 
-# Ray's processes that nothing works without; Ray starts no others in their place.
+# Processes that Ray cannot work without and does not restart.
 _VITAL = ("gcs_server", "raylet")
-# Seconds that processes have to end by themselves.
+# Seconds that processes have to end before they are killed.
 _GRACE = 5
 
 
 def prepare_ray() -> None:
-    """Set what Ray reads when it is imported: a node of its own on 127.0.0.1, which takes work from us alone."""
-    # By name for other systems. It is what makes 127.0.0.1 the address of the node, and all servers bind to that.
+    """Set what Ray reads at import: its own node on 127.0.0.1, which takes work from us alone."""
+    # Meant for other systems, but it makes 127.0.0.1 the node's address, to which all of Ray's servers bind.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    # Whoever reaches Ray's ports may run code. Others on this machine can reach them, and do not have this.
+    # Whoever reaches Ray's ports can run code. Other users of this machine reach them, but do not have this token.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # Ray lets all other programs of the machine go first, and whoever is served waits.
+    # By default, Ray's workers yield to all other programs, and clients wait.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    # Of two processes that died, Ray would tell the second time when all ends, as if the end had killed it.
+    # When two processes die alike, Ray would report the second only at the end, as if the end had killed it.
     os.environ["RAY_DEDUP_LOGS"] = "0"
-    # No argument of Ray's takes this.
+    # Ray has no argument for this.
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = CALLBACK
 
 
 def bind_replica() -> None:
-    """Bind the server that this replica gets for calls of other replicas to loopback. Call it in the constructor.
+    """Bind the server through which other replicas call this one to loopback. Call it in the constructor.
 
-    Ray Serve binds it to all addresses, and no setting says otherwise.
+    Ray Serve binds that server to all addresses, and no setting changes this.
     """
     from ray.serve._private import replica
 
-    whole = replica.add_port_to_grpc_server
+    original = replica.add_port_to_grpc_server
 
     def add_port(server: Any, address: str) -> int:
-        port: int = whole(server, address.replace("[::]", "127.0.0.1"))
+        port: int = original(server, address.replace("[::]", "127.0.0.1"))
         return port
 
     replica.add_port_to_grpc_server = add_port
 
 
 def check_listeners(host: str, port: int) -> None:
-    """Refuse to go on where this process, or one that it started, listens beyond loopback, but for what was asked."""
+    """Raise if this process, or one that it started, listens beyond loopback anywhere but at `host` and `port`."""
     here, asked = psutil.Process(), {(address, port) for address in addresses_of(host)}
     for process in (here, *here.children(recursive=True)):
         try:
@@ -67,7 +67,7 @@ def check_listeners(host: str, port: int) -> None:
 
 
 def proxy_address() -> tuple[str, int]:
-    """Where Ray's HTTP proxies listen, as whoever started Serve has asked for."""
+    """Where Ray's HTTP proxies listen: the address at which Serve was started."""
     from ray.serve.context import _get_global_client
 
     running = _get_global_client().http_config
@@ -75,20 +75,20 @@ def proxy_address() -> tuple[str, int]:
 
 
 def wait_while_alive() -> None:
-    """Wait for as long as Ray works, if it is ours; in a cluster for ever."""
+    """Wait until our own Ray breaks down, which raises. On a cluster, wait for ever."""
     vital = [each for each in psutil.Process().children() if each.name() in _VITAL]
     while True:
         for each in vital:
             if not each.is_running() or each.status() == psutil.STATUS_ZOMBIE:
-                raise TokenMergeError("Ray has ended, and the server with it; start it again with --logs FOLDER")
+                raise TokenMergeError("Ray has ended, and the server with it; start again with --logs FOLDER")
         time.sleep(1)
 
 
 def end_ray() -> None:
-    """Leave Ray. Processes that this one has started, and theirs, are gone afterwards."""
+    """Shut Ray down. No process that this one started, directly or not, is left."""
     import ray
 
-    # Those whose parent goes first are nobody's children.
+    # Listed before the shutdown: a process whose parent ends first is no longer our descendant.
     family = psutil.Process().children(recursive=True)
     ray.shutdown()
     for each in psutil.wait_procs(family, _GRACE)[1]:

@@ -1,4 +1,4 @@
-"""What Ray's HTTP proxy answers where the front does not: while it starts, ends, or is gone."""
+"""What Ray's HTTP proxy answers when the front does not: while it starts, ends, or is gone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from .requests import Refusal
 
-# What Ray imports in its proxy and calls there.
+# The function that Ray's proxy imports and calls.
 CALLBACK = f"{__name__}:middlewares"
 HEALTH = "/healthz"
-# Seconds that whoever asks for health waits at most. A front that is replaced takes longer.
+# The most seconds that a health check waits. Replacing a front takes longer.
 _PATIENCE = 2.0
 _SECONDS_TO_REPLACE = 5
-# Paths of Ray's own.
+# Prefix of Ray's own paths.
 _RAYS = "/-/"
 
 _Message = MutableMapping[str, Any]
@@ -30,14 +30,14 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 def middlewares() -> list[Middleware]:
-    """What stands between clients and the proxy."""
+    """The middleware between clients and the proxy."""
     return [Middleware(Deputy)]
 
 
 class Deputy:
-    """Passes the front's answers on, and puts one of ours in the place of Ray's.
+    """Passes the front's answers on, and replaces Ray's own answers.
 
-    Ray breaks off without a word where a front dies, and has its errors in plain text. All of the front's are JSON.
+    If a front dies, Ray breaks off without an answer. Ray's errors are plain text; all of the front's are JSON.
     """
 
     def __init__(self, app: _App) -> None:
@@ -47,7 +47,7 @@ class Deputy:
         if scope["type"] != "http" or scope["path"].startswith(_RAYS):
             await self._app(scope, receive, send)
             return
-        # Of an answer that is passed on; or that Ray gave, and is not.
+        # Whether an answer was passed on, and the status of the latest answer, ours or Ray's.
         passed, status = False, 503
 
         async def pass_on(message: _Message) -> None:
@@ -62,17 +62,17 @@ class Deputy:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._app(scope, receive, pass_on), patience)
         if not passed:
-            failed = Refusal(500, "the server failed over this request; its log says where")
+            failed = Refusal(500, "the server failed on this request; its log says where")
             await refused(failed if status == 500 else away())(scope, receive, send)
 
 
 def away() -> Refusal:
-    """Of requests that nobody answers now."""
-    return Refusal(503, "the server is starting or ending; send it again", retry_after=_SECONDS_TO_REPLACE)
+    """The refusal of requests that nobody can answer now."""
+    return Refusal(503, "the server is starting or ending; send the request again", retry_after=_SECONDS_TO_REPLACE)
 
 
 def refused(refusal: Refusal) -> Response:
-    """A refusal as an answer."""
+    """A refusal as an HTTP response."""
     headers = {"Retry-After": str(refusal.retry_after)} if refusal.retry_after is not None else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,4 +1,4 @@
-"""What a request may say, and how it is refused."""
+"""Reads requests, and refuses those that are wrong or beyond the limits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .offer import Limits, Offer
 
 _FORMAT = "b64_json"
 _FIELDS = ("prompt", "model", "n", "size", "response_format", "seed", "steps", "speed", "user")
-# Seeds that nobody chose can be typed.
+# Seeds that the server draws stay short enough to type.
 _CHOSEN_SEEDS = 2**32
 
 
 class Refusal(Exception):
-    """An answer other than a picture, in one sentence. param: the field that it is about."""
+    """An answer other than a picture, in one sentence. param: the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -29,14 +29,14 @@ class Refusal(Exception):
         self.retry_after = retry_after
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI has errors."""
+        """The error in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": None}}
 
 
 class Settings(NamedTuple):
-    """What pictures of one batch have in common."""
+    """What the pictures of a batch have in common."""
 
     width: int
     height: int
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Order:
-    """A request that was read: `n` pictures of one prompt, each by the next seed."""
+    """What a request asks for: `n` pictures of one prompt, with seeds that count up."""
 
     prompt: str
     n: int
@@ -67,7 +67,7 @@ class Order:
 
 
 def read_order(body: bytes, offer: Offer) -> Order:
-    """What the body of a request asks for; a `Refusal` where it may not."""
+    """Read the body of a request. Raises `Refusal` if it is wrong or beyond the limits."""
     limits = offer.limits
     fields = _fields(body, limits)
     prompt = _prompt(fields.get("prompt"), limits)
@@ -83,7 +83,7 @@ def read_order(body: bytes, offer: Offer) -> Order:
 
 def _fields(body: bytes, limits: Limits) -> dict[str, Any]:
     if len(body) > limits.body:
-        raise Refusal(400, f"the body has {len(body)} bytes; it may have {limits.body}: shorten the prompt")
+        raise Refusal(400, f"the body has {len(body)} bytes; the limit is {limits.body}: shorten the prompt")
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -101,8 +101,8 @@ def _prompt(prompt: Any, limits: Limits) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         raise Refusal(400, "prompt is missing or empty; it must be a text that says what to draw", "prompt")
     if len(prompt) > limits.prompt:
-        raise Refusal(400, f"prompt has {len(prompt)} characters; it may have {limits.prompt}", "prompt")
-    # Half of a pair, which JSON can write and no tokenizer can read.
+        raise Refusal(400, f"prompt has {len(prompt)} characters; the limit is {limits.prompt}", "prompt")
+    # JSON can express half of a surrogate pair, but no tokenizer can read it.
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise Refusal(400, "prompt has half of a surrogate pair; send valid Unicode", "prompt")
     return prompt
@@ -126,7 +126,7 @@ def _size(size: Any, offer: Offer) -> tuple[int, int]:
     if size in (None, "auto"):
         return offer.size
     try:
-        # Longer ones are no sizes, and Python does not read integers of any length.
+        # Longer texts are no sizes, and Python refuses to parse integers of arbitrary length.
         width, height = parse_size(size if isinstance(size, str) and len(size) < 20 else "")
     except Unreadable:
         raise Refusal(400, f"size is {_shown(size)}; write width x height, as in '512x384'", "size") from None
@@ -159,8 +159,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as part of a sentence, and never a page of it."""
+    """A value for use in a sentence, cut where it is long."""
     if isinstance(value, int | float | str | None):
-        told = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
-        return told if len(told) <= 60 else f"{told[:60]}..."
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a huge number"
+        return text if len(text) <= 60 else f"{text[:60]}..."
     return "an object" if isinstance(value, dict) else "a list"

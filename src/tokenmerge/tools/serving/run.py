@@ -1,4 +1,4 @@
-"""Starts Ray, puts the front and its workers on it, and ends all of it."""
+"""Starts Ray, deploys the front and its workers, and ends all of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .offer import Offer, Serving
 from .processes import check_listeners, end_ray, prepare_ray, proxy_address, wait_while_alive
 from .sharing import may_share
 
-# Calls that a worker may have beyond the batch it draws, to choose the next one from.
+# Batches' worth of calls that a worker may hold, to choose its next batch from.
 _AHEAD = 4
-# A busy machine may start Ray too slowly, and faster once its files have been read.
+# Attempts to start Ray: a busy machine may be too slow at first, and faster once its files have been read.
 _STARTS = 3
-# Seconds that pictures have left where somebody does not wait for them.
+# Seconds that pictures get beyond a timeout.
 _GRACE = 10
-# Pictures on their way; Ray would take a third of the memory.
+# Bytes for pictures in transit; Ray's default is a third of the memory.
 _STORE = 256 * 2**20
 
 
@@ -48,14 +48,14 @@ def run_server(serving: Serving) -> None:
 
 
 def _offer(serving: Serving) -> Offer:
-    """What is served of a model that draws."""
+    """What is served of a model."""
     model = outline(serving.model)
     model.drawing_class()
     width, height = model.own_size
     limits = serving.limits
     if max(width, height) > limits.side:
         raise TokenMergeError(
-            f"{serving.model} draws {width}x{height} by default, and --max-side is {limits.side}; raise it"
+            f"{serving.model} draws {width}x{height} by default, but --max-side is {limits.side}; raise it"
         )
     return Offer(
         model=name_of(serving.model),
@@ -70,9 +70,9 @@ def _offer(serving: Serving) -> Offer:
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
-    """The application for Ray's own commands and config files: fields of `Serving` by name, of which `model` is needed.
+    """The application for Ray's own commands and config files. arguments: fields of `Serving`; `model` is required.
 
-    Where it listens and how it scales is theirs to say.
+    Ray decides where it listens and how it scales.
     """
     known = [item.name for item in fields(Serving)]
     for name in arguments:
@@ -90,10 +90,10 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
     from .app import WORKER, Front
     from .worker import Worker
 
-    # Replicas run in folders of their own.
+    # Replicas run in other working directories.
     serving = replace(serving, model=whole_path(serving.model))
     gpus = 1 if (serving.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda") else 0
-    # Ours ends when all is drawn (`_end`). A cluster may end replicas at any time, to have fewer of them.
+    # Our own replicas end when all is drawn (`_end`). A cluster may end replicas at any time to scale down.
     ends: dict[str, Any] = {
         "health_check_period_s": 2,
         "graceful_shutdown_wait_loop_s": 0.2,
@@ -106,7 +106,7 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
         max_ongoing_requests=_AHEAD * serving.max_batch,
         **ends,
     )(Worker)
-    # Light work, and one front alone knows how many places are taken. It starts, or never will.
+    # Its work is light, and a single front knows how many places are taken. If it cannot start, a retry would not help.
     front = serve.deployment(
         name="Front",
         num_replicas=1,
@@ -119,16 +119,16 @@ def _bound(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> Any:
 
 
 def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
-    """Put it on Ray, and wait."""
+    """Deploy the application on Ray, and wait."""
     from ray import serve
 
     from .app import APPLICATION
 
-    # Its own would have every address that is asked for.
+    # Ray's access log would record every address that clients ask for.
     quiet = {"enable_access_log": False}
     where: dict[str, Any] = {"host": serving.host, "port": serving.port}
     if serving.local:
-        # The front keeps to its own, if there is one.
+        # Longer than the front's own timeout, so that the front answers.
         where["request_timeout_s"] = serving.timeout + _GRACE
     serve.start(proxy_location="HeadOnly", http_options=where, logging_config=quiet)
     _check_proxy(serving)
@@ -137,7 +137,7 @@ def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
         front = serve.run(_bound(serving, offer, digests), name=APPLICATION, route_prefix="/", logging_config=quiet)
         if serving.local:
             check_listeners(serving.host, serving.port)
-        print(f"serving {offer.model} at http://{serving.host}:{serving.port}/v1; Ctrl-C ends it", flush=True)
+        print(f"serving {offer.model} at http://{serving.host}:{serving.port}/v1; Ctrl-C to stop", flush=True)
         wait_while_alive()
     except KeyboardInterrupt:
         _end(front, serving.timeout)
@@ -145,12 +145,12 @@ def _serve(serving: Serving, offer: Offer, digests: tuple[bytes, ...]) -> None:
     except RuntimeError as error:
         serve.delete(APPLICATION)
         raise TokenMergeError(
-            f"the replicas did not start ({first_line(error)}); start it again with --logs FOLDER, and look there"
+            f"the replicas did not start ({first_line(error)}); start again with --logs FOLDER, and look there"
         ) from error
 
 
 def _end(front: Any, timeout: float) -> None:
-    """Answer what is being drawn, and go. A second interrupt does not wait for that."""
+    """Finish accepted requests, then end. A second interrupt skips the wait."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -159,13 +159,13 @@ def _end(front: Any, timeout: float) -> None:
 
     try:
         if front is not None:
-            print("ending when all that was accepted is drawn; Ctrl-C again does not wait for it", flush=True)
+            print("finishing accepted requests; press Ctrl-C again to stop without waiting", flush=True)
             front.drain.remote().result(timeout_s=timeout + _GRACE)
     except (RayError, RayServeException, TimeoutError):
-        # Who would answer is gone.
+        # The front is gone already.
         pass
     finally:
-        # Not all of Serve: a cluster may have applications of others. It goes on by itself where this takes long.
+        # Delete our application only: a cluster may have others. If deletion takes long, Ray completes it alone.
         with suppress(TimeoutError):
             serve.delete(APPLICATION)
 
@@ -175,12 +175,12 @@ def _ray(serving: Serving) -> Iterator[None]:
     """A Ray of our own that ends with us, or a connection to a cluster."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if serving.local:
-        # Before it is imported.
+        # This must precede the import of Ray.
         prepare_ray()
-    # What is not installed is told before anything starts.
+    # A missing package is reported before anything starts.
     from . import app, worker  # noqa: F401
 
-    # It tells of itself at every start.
+    # Ray Serve logs a banner at every start.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     folder = serving.logs or Path(tempfile.mkdtemp(prefix="tokenmerge-"))
     try:
@@ -201,7 +201,7 @@ def _enter_ray(serving: Serving, folder: Path) -> None:
             ray.init(log_to_driver=False, logging_level="ERROR", **_node(serving, folder))
             return
         except Exception as error:
-            # Ray raises nothing narrower where its processes take more than 30 seconds to start.
+            # Ray raises nothing narrower when its processes take more than 30 seconds to start.
             end_ray()
             if number == starts - 1:
                 raise TokenMergeError(
@@ -223,7 +223,7 @@ def _node(serving: Serving, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """End as by Ctrl-C where a service manager asks for it."""
+    """Treat SIGTERM, which service managers send, like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -239,17 +239,17 @@ def _check_host(host: str, has_keys: bool) -> None:
     try:
         private = is_private(host)
     except OSError as error:
-        raise TokenMergeError(f"--host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0") from error
+        raise TokenMergeError(f"--host {host!r} is not an address of this machine; use 127.0.0.1 or 0.0.0.0") from error
     if not has_keys and not private:
         raise TokenMergeError(f"--host {host} lets everybody draw; give --keys FILE, or leave --host at 127.0.0.1")
 
 
 def _check_proxy(serving: Serving) -> None:
-    """Serve keeps the address that it was started with, whatever others ask for."""
+    """Refuse another address than the cluster's: Serve keeps the one that it was started with."""
     host, port = proxy_address()
     if (host, port) != (serving.host, serving.port):
         raise TokenMergeError(
-            f"the cluster already serves at {host} port {port}, and {serving.host} port {serving.port} was asked for; "
+            f"the cluster already serves at {host} port {port}, not at {serving.host} port {serving.port}; "
             f"use --host {host} --port {port}, or end what runs there with `serve shutdown`"
         )
 
@@ -258,4 +258,6 @@ def _check_replicas(serving: Serving) -> None:
     device = best_device(serving.device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else serving.replicas
     if serving.replicas > gpus:
-        raise TokenMergeError(f"--replicas is {serving.replicas}, each has a GPU, and there are {gpus}; use {gpus}")
+        raise TokenMergeError(
+            f"--replicas is {serving.replicas}, but each needs a GPU and there are {gpus}; use {gpus}"
+        )

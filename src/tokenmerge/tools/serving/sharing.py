@@ -1,4 +1,4 @@
-"""Whether pictures may share a batch: each must come out as it would alone."""
+"""Whether pictures may share a batch. Each must come out as it would alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from ...config import Merge, Techniques
 from ...families import Family, family_of
 
-# What choose by the tokens of a sample, or by places alone. Others draw one random pattern for a whole batch.
+# Methods and selections that decide by a sample's own tokens or by position. Others draw one pattern per batch.
 _METHODS = ("toma", "pool", "todo", "uniform")
 _SELECTIONS = ("facility-location", "graph-cut", "uniform")
 
@@ -15,7 +15,7 @@ _SELECTIONS = ("facility-location", "graph-cut", "uniform")
 def may_share(techniques: Techniques, denoiser: nn.Module) -> bool:
     """Whether nothing is decided for a batch as a whole. The denoiser may be on the meta device.
 
-    A Hold with a fixed `every` decides by the number of a step. One without decides by errors of all samples together.
+    A Hold with a fixed `every` decides by the number of the step; without, by the errors of all samples together.
     A Merge shares destinations where samples share tables with a row for every token.
     """
     merge, hold = techniques

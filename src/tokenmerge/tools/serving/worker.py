@@ -1,4 +1,4 @@
-"""Worker: one replica with a pipeline of its own, which draws batches one after the other."""
+"""The worker: a replica with its own pipeline, which draws one batch after the other."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .offer import Serving
 from .processes import bind_replica
 from .requests import Job, Settings
 
-# Seconds that the first job waits for others that come at the same time.
+# Seconds that the first job waits for others that arrive at the same time.
 _GATHER = 0.01
-# Pipelines tell what becomes of a prompt: which words were cut off, say.
+# Packages whose logs quote prompts, such as the words that were cut off.
 _TALKATIVE = ("diffusers", "transformers")
 _log = logging.getLogger("ray.serve")
 
@@ -38,7 +38,7 @@ class _Abandoned(Exception):
 
 
 class Worker:
-    """Draws what is waited for: the oldest job, and others of equal settings with it. batched: as of `Queue`."""
+    """Draws the oldest job together with others of equal settings. batched: as in `Queue`."""
 
     def __init__(self, serving: Serving, batched: Mapping[str, bool]) -> None:
         if serving.local:
@@ -59,7 +59,7 @@ class Worker:
         self._drawing: asyncio.Task[None] | None = None
 
     async def draw(self, job: Job) -> Drawn | Failed:
-        """A picture. A caller who leaves is forgotten at once, and no longer drawn for."""
+        """Draw a picture. If the caller leaves, the job is dropped."""
         waiting = Waiting(job, asyncio.get_running_loop().create_future())
         self._queue.add(waiting)
         if self._drawing is None or self._drawing.done():
@@ -70,14 +70,13 @@ class Worker:
         """Draw until nobody waits."""
         await asyncio.sleep(self._gather)
         while batch := self._queue.take():
-            run = asyncio.get_running_loop().run_in_executor(self._thread, self._draw_batch, batch)
-            answers = await run
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._draw_batch, batch)
             for each, answer in zip(batch, _reported(batch, answers), strict=True):
                 if not each.left:
                     each.answer.set_result(answer)
 
     def _draw_batch(self, batch: Sequence[Waiting]) -> Sequence[Drawn | Failed]:
-        """In the thread that draws."""
+        """Draw a batch. Runs in the drawing thread."""
         try:
             pictures, report = self._pictures(batch)
             return [Drawn(as_png(picture), report) for picture in pictures]
@@ -88,11 +87,11 @@ class Worker:
         except torch.OutOfMemoryError:
             failed = Failed(503, f"{self._device} has too little memory for this; ask for a smaller size")
         except Exception as error:
-            # Whatever it is: its message may have the prompt, and Ray would write it to a log.
+            # Catches everything: the message may quote the prompt, and Ray would log it.
             place = traceback.extract_tb(error.__traceback__)[-1]
             _log.error("A batch failed with %s at %s:%s.", type(error).__name__, place.filename, place.lineno)
             failed = Failed(500, f"the pipeline failed with {type(error).__name__}; the server's log says where")
-        # A pipeline that failed half-way may have anything applied to it.
+        # After a failure, the state of the pipeline is unknown.
         self._speed = None
         return [failed] * len(batch)
 
@@ -103,10 +102,10 @@ class Worker:
         if self._stops:
             arguments["callback_on_step_end"] = lambda *stepped: _stop_if_left(batch, stepped[-1])
         result, seconds = timed(lambda: self._pipe(**arguments), self._device)
-        # A plain model is not followed, and runs all of its steps.
-        told = api.summary(self._pipe)
-        steps = dict(told.steps) or {FULL: settings.steps}
-        return result.images, Report(len(batch), seconds, steps, told.drift.psnr if told.drift else None)
+        summary = api.summary(self._pipe)
+        # Without a technique no steps are counted; all of them were full.
+        steps = dict(summary.steps) or {FULL: settings.steps}
+        return result.images, Report(len(batch), seconds, steps, summary.drift.psnr if summary.drift else None)
 
     def _apply(self, speed: str) -> None:
         if speed != self._speed:
@@ -114,7 +113,7 @@ class Worker:
             self._speed = speed
 
     def _arguments(self, jobs: Sequence[Job], settings: Settings) -> dict[str, Any]:
-        """A call of the pipeline: every picture by its own prompt, and by a generator of its own."""
+        """The arguments of the pipeline, with a prompt and a generator for every picture."""
         request = Request("", settings.steps, settings.width, settings.height, defaults=self._defaults)
         # On the CPU, so that a seed means the same noise on every machine.
         generators = [torch.Generator().manual_seed(job.seed) for job in jobs]
@@ -128,9 +127,9 @@ def _stop_if_left(batch: Sequence[Waiting], tensors: dict[str, Any]) -> dict[str
 
 
 def _reported(batch: Sequence[Waiting], answers: Sequence[Drawn | Failed]) -> list[Drawn | Failed]:
-    """The report with the first picture that is still waited for, and with no other."""
-    told = next((number for number, each in enumerate(batch) if not each.left), None)
+    """Leave the report with the first picture that is still wanted, and take it off the others."""
+    first = next((number for number, each in enumerate(batch) if not each.left), None)
     return [
-        Drawn(answer.png) if isinstance(answer, Drawn) and number != told else answer
+        Drawn(answer.png) if isinstance(answer, Drawn) and number != first else answer
         for number, answer in enumerate(answers)
     ]
