@@ -2,14 +2,14 @@
 
 from .needs import check_needs
 
-# Or an import below would fail in words of its own.
+# Before the imports below, which would fail with a less helpful message.
 check_needs()
 
 from comfy_api.latest import ComfyExtension  # noqa: E402
 
 from .nodes import NODES  # noqa: E402
 
-# Help pages of the nodes lie in its folder `docs`.
+# ComfyUI looks for the nodes' help pages in its folder `docs`.
 WEB_DIRECTORY = "./web"
 
 

@@ -1,4 +1,4 @@
-"""Tables of ComfyUI's denoisers, in the form of the library's: where tokens enter and leave, and what a call holds."""
+"""Tables of ComfyUI's denoisers, in the library's form: where tokens enter and leave, and what a call contains."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from tokenmerge import TokenMergeError
 from tokenmerge.families.base import Argument, Block, BlockKind, Calls, Component, Family, PerToken, Ports, keys_values
 from tokenmerge.families.calls import DenoiserCall, TokenGrid
 
-# Names are given by keyword, so that places do not count.
+# ComfyUI passes these by keyword, so their positions are dummies.
 _CONTROL = Argument("control", 99)
-_OPTIONS = Argument("transformer_options", 99)
-# Patches of others that see, or change, the tokens of attention one by one.
+# Patches by other nodes that read or change single tokens of attention.
 _ATTENTION_PATCHES = (
     *("attn1_patch", "attn1_output_patch", "attn2_patch", "attn2_output_patch", "middle_patch"),
     *("attn1", "attn2"),
 )
-_UNMERGEABLE = "in ComfyUI, Merge has tables for UNets, Flux and Chroma only"
+_UNMERGEABLE = "in ComfyUI, Merge works with UNets, Flux and Chroma only"
 
 
 @dataclass(frozen=True)
 class _Patches(Argument):
-    """Patches of others that act between transformer blocks, or in the place of one."""
+    """Patches by other nodes that act between transformer blocks, or replace one."""
 
     names: tuple[str, ...] = ("dit", "double_block", "single_block")
 
@@ -41,7 +40,7 @@ class _Patches(Argument):
 
 
 def _patches(kwargs: dict[str, Any]) -> set[str]:
-    """The names of all patches of a call."""
+    """The names of all patches in a call."""
     options = kwargs.get("transformer_options") or {}
     return {name for kind in ("patches", "patches_replace") for name, each in options.get(kind, {}).items() if each}
 
@@ -56,7 +55,7 @@ def _call(kwargs: dict[str, Any], x: Tensor, timestep: Tensor, grids: tuple[Toke
 
 
 def _conditions(kwargs: dict[str, Any], batch: int) -> tuple[Any, ...]:
-    """What each part of the batch is: a condition, and of a video that is drawn in windows which frames."""
+    """What each part of the batch is: its condition and, for a video drawn in windows, its frames."""
     options = kwargs.get("transformer_options") or {}
     uuids, window = options.get("uuids") or (), options.get("context_window")
     if not uuids or batch % len(uuids):
@@ -66,7 +65,7 @@ def _conditions(kwargs: dict[str, Any], batch: int) -> tuple[Any, ...]:
 
 
 def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Of all that is given beside a latent, for one sample: text, references, masks."""
+    """Shapes, without the batch, of all tensors beside the latent: text, references, masks."""
     found = []
     for name, value in sorted(kwargs.items()):
         tensors = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, Tensor)]
@@ -75,7 +74,7 @@ def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _grid(latent: Tensor, patch: tuple[int, int, int]) -> TokenGrid:
-    """Sides that patches do not divide are padded."""
+    """The token grid of a latent. Sides that patches do not divide are padded."""
     frames = latent.shape[2] if latent.ndim == 5 else 1
     sides = (*latent.shape[-2:], frames)
     height, width, frames = (-(-side // size) for side, size in zip(sides, (patch[1], patch[2], patch[0]), strict=True))
@@ -102,7 +101,7 @@ def _listed(*lists: tuple[str, BlockKind]) -> Any:
     return blocks
 
 
-# Flux and Chroma: image and text beside each other, then in one sequence. Blocks write to what they are given.
+# Flux and Chroma: image and text side by side, then in one sequence. Blocks write to their inputs.
 
 _DOUBLE = BlockKind(
     Ports(
@@ -120,7 +119,7 @@ def _unmergeable_joint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if kwargs.get("attention_mask") is not None:
         return "this prompt has an attention mask over all tokens"
     patched = _BETWEEN[1].read(args, kwargs)
-    return f"a patch of another node ({patched}) acts on the blocks" if patched else ""
+    return f"a patch by another node ({patched}) acts on the blocks" if patched else ""
 
 
 def _flux(name: str, title: str, denoiser: type[nn.Module]) -> Family:
@@ -135,7 +134,7 @@ def _flux(name: str, title: str, denoiser: type[nn.Module]) -> Family:
     )
 
 
-# Held only.
+# Families that can be held, but not merged.
 
 
 def _held(name: str, title: str, denoiser: type[nn.Module], blocks: str, ports: Ports) -> Family:
@@ -163,12 +162,12 @@ _BASIC = BlockKind(
     },
     keys_values("attn1"),
 )
-# Skip connections are joined to it, and torch.cat passes over tensors of this shape.
+# A held layer returns this shape, which torch.cat ignores when it joins skip connections.
 _LAYER = BlockKind(replace(_X, nothing=(0,)))
 
 
 def _layers(unet: Any) -> list[tuple[str, nn.Module, int]]:
-    """All layers after the first convolution, in the order they run, each with how often the latent was halved."""
+    """All layers after the first convolution, in order, each with how often the latent was halved before it."""
     sequences = [
         *((f"input_blocks.{place}", each) for place, each in enumerate(unet.input_blocks)),
         ("middle_block", unet.middle_block or ()),
@@ -206,7 +205,7 @@ class _UNetCalls(Calls):
 
 
 class _BetweenStages(list[Any]):
-    """What others add between the layers of a UNet: taken away in a call that holds them."""
+    """What other nodes add between the layers of a UNet. It is cleared in a call that holds the layers."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -216,13 +215,13 @@ class _BetweenStages(list[Any]):
         (self._kwargs.get("control") or {}).clear()
         options = self._kwargs.get("transformer_options") or {}
         if options.get("patches"):
-            # Those in use by other calls stay as they are.
+            # A new dict, because other calls still use the old one.
             options["patches"] = {name: each for name, each in options["patches"].items() if "_block_patch" not in name}
 
 
 def _unmergeable_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     found = sorted(_patches(kwargs).intersection(_ATTENTION_PATCHES))
-    return f"a patch of another node ({found[0]}) works on the tokens of attention" if found else ""
+    return f"a patch by another node ({found[0]}) works on single tokens of attention" if found else ""
 
 
 @cache
@@ -259,7 +258,7 @@ def families() -> tuple[Family, ...]:
     )
 
 
-# The method that runs a model's blocks. A subclass with one of its own does other things between them.
+# Methods that run a model's blocks. A subclass that overrides one does other things between the blocks.
 _LOOPS = ("forward_orig", "forward_core_with_concat", "_forward")
 
 
@@ -271,7 +270,7 @@ def family_of(denoiser: nn.Module) -> Family:
             return family
     known = ", ".join(family.title for family in families())
     raise TokenMergeError(
-        f"this MODEL is a {type(denoiser).__name__}, for which tokenmerge has no table in ComfyUI; it has tables for "
+        f"this MODEL is a {type(denoiser).__name__}, which tokenmerge does not support in ComfyUI; it supports "
         f"{known}: connect one of those, or leave the node out"
     )
 

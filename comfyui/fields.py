@@ -1,4 +1,4 @@
-"""What people can set on the nodes: fields of the techniques, told in the classes' own words."""
+"""The nodes' widgets: fields of the techniques, with tooltips from the classes' own documentation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from tokenmerge import Hold, Merge, presets
 from tokenmerge.config import HELD, LARGEST_SEED, TOLERANCE, Techniques
 
-# The preset that suits a model's family.
+# Stands for the preset that suits the model's family.
 AUTO = "auto"
-_UNSET = " (0: the usual)"
+_UNSET = " (0: the default)"
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Setting:
     step: float = 0.01
 
 
-def _setting(technique: type[Hold] | type[Merge], name: str, kind: str, default: Any, told: str = "", **more: Any):
-    return Setting(name, kind, default, technique.field_docs()[name] + told, **more)
+def _setting(technique: type[Hold] | type[Merge], name: str, kind: str, default: Any, note: str = "", **more: Any):
+    return Setting(name, kind, default, technique.field_docs()[name] + note, **more)
 
 
 HOLD = (
-    _setting(Hold, "tolerance", "float", TOLERANCE, " (unused with every)", least=0.01),
-    _setting(Hold, "every", "int", 0, " (0: by the tolerance)", most=50, step=1),
+    _setting(Hold, "tolerance", "float", TOLERANCE, " (ignored if every is set)", least=0.01),
+    _setting(Hold, "every", "int", 0, " (0: tolerance decides)", most=50, step=1),
     _setting(Hold, "start", "float", 0.0, _UNSET),
     _setting(Hold, "stop", "float", 1.0, least=0.01),
     _setting(Hold, "what", "combo", "auto", options=HELD),
@@ -51,28 +51,28 @@ MERGE = (
         "preset",
         "combo",
         AUTO,
-        "how tokens merge: a method with its settings, by name; auto takes the preset that suits the model",
+        "how tokens merge: a method with its settings; auto chooses what suits the model",
         options=(AUTO, *merge_presets()),
     ),
     _setting(Merge, "start", "float", 0.0, most=0.99),
     _setting(Merge, "stop", "float", 1.0, least=0.01),
     _setting(Merge, "seed", "int", 0, most=LARGEST_SEED, step=1),
 )
-# Of every node.
+# The widgets of every node.
 SETTINGS = {"TokenMergeHold": HOLD, "TokenMergeMerge": MERGE}
 
 
 def hold_of(tolerance: float, every: int, start: float, stop: float, what: str) -> Hold:
-    """The technique that the widgets of Hold ask for."""
+    """The technique that Hold's widgets describe."""
     chosen = {"every": every} if every else {"tolerance": tolerance}
     return Hold(**chosen, start=start or None, stop=stop, what=what)
 
 
 def merge_of(preset: str, usual: str, **fields: Any) -> Merge:
-    """The technique that the widgets of Merge ask for. usual: the preset of the model's family."""
+    """The technique that Merge's widgets describe. usual: the preset of the model's family."""
     return merge_presets()[usual if preset == AUTO else preset].replace(**fields)
 
 
 def joined(before: Techniques, technique: Hold | Merge) -> Techniques:
-    """Techniques of nodes in a row: the last of a kind counts."""
+    """The techniques of nodes in a row. The last node of each kind counts."""
     return before._replace(**{technique.NAME: technique})

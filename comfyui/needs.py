@@ -1,4 +1,4 @@
-"""What the nodes need is there, or is told in words. Nothing is installed here: that is for the owner of a ComfyUI."""
+"""Checks what the nodes need, and says how to install it. Installing is left to the owner of the ComfyUI."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-# As the library says in its own metadata.
+# As the library's own metadata has it.
 LEAST_TORCH = (2, 7)
-# Where the library lies in a checkout.
+# The library, where these nodes lie in a checkout.
 _LIBRARY = Path(__file__).resolve().parent.parent
 
 
 def check_needs() -> None:
     check_torch(torch.__version__)
     if importlib.util.find_spec("tokenmerge") is None:
-        given = f'"{_LIBRARY}"' if (_LIBRARY / "src" / "tokenmerge").is_dir() else "PATH_OF_ITS_CHECKOUT"
+        source = f'"{_LIBRARY}"' if (_LIBRARY / "src" / "tokenmerge").is_dir() else "PATH_OF_ITS_CHECKOUT"
         raise ImportError(
-            "the library tokenmerge is not installed in the Python of this ComfyUI; the nodes are its front end: run "
-            f'"{sys.executable}" -m pip install --no-deps {given}, and start ComfyUI again'
+            "the library tokenmerge is not installed in ComfyUI's Python, and these nodes need it: run "
+            f'"{sys.executable}" -m pip install --no-deps {source}, and start ComfyUI again'
         )
 
 
@@ -31,5 +31,5 @@ def check_torch(version: str) -> None:
         least = ".".join(map(str, LEAST_TORCH))
         raise ImportError(
             f"torch {version} is older than {least}, which tokenmerge needs; update torch as ComfyUI's own "
-            "instructions say for your GPU, or take the folder of these nodes out of custom_nodes"
+            "instructions say for your GPU, or remove the folder of these nodes from custom_nodes"
         )

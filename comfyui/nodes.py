@@ -14,12 +14,12 @@ _CATEGORY = "model_patches/tokenmerge"
 
 
 def _input(setting: Setting) -> Any:
-    """A setting as a widget."""
-    told = {"default": setting.default, "tooltip": setting.tooltip}
+    """The widget of a setting."""
+    common = {"default": setting.default, "tooltip": setting.tooltip}
     if setting.kind == "combo":
-        return io.Combo.Input(setting.name, options=list(setting.options), **told)
+        return io.Combo.Input(setting.name, options=list(setting.options), **common)
     kind = io.Float if setting.kind == "float" else io.Int
-    return kind.Input(setting.name, min=setting.least, max=setting.most, step=setting.step, **told)
+    return kind.Input(setting.name, min=setting.least, max=setting.most, step=setting.step, **common)
 
 
 def _schema(node_id: str, name: str, description: str) -> io.Schema:
@@ -29,7 +29,7 @@ def _schema(node_id: str, name: str, description: str) -> io.Schema:
         category=_CATEGORY,
         description=description,
         inputs=[io.Model.Input("model", tooltip="the model to make faster"), *map(_input, SETTINGS[node_id])],
-        outputs=[io.Model.Output(tooltip="the model with this technique, and those of tokenmerge nodes before it")],
+        outputs=[io.Model.Output(tooltip="the faster model; tokenmerge nodes before this one act as well")],
     )
 
 
@@ -39,7 +39,7 @@ class TokenMergeHold(io.ComfyNode):
         return _schema(
             "TokenMergeHold",
             "Hold (tokenmerge)",
-            "Runs fewer steps: those between full steps skip the blocks and extrapolate their residual.",
+            "Faster sampling: only some steps run in full. The others skip the blocks and estimate their effect.",
         )
 
     @classmethod
@@ -53,7 +53,7 @@ class TokenMergeMerge(io.ComfyNode):
         return _schema(
             "TokenMergeMerge",
             "Merge (tokenmerge)",
-            "Runs steps on fewer tokens: tokens that are alike merge before a block and are spread out again after it.",
+            "Faster steps on fewer tokens: similar tokens merge before a block and are spread out again after it.",
         )
 
     @classmethod

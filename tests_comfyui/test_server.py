@@ -325,15 +325,15 @@ def test_a_prediction_is_held_of_the_whole_model(server: Server) -> None:
 @pytest.mark.parametrize(
     ("kind", "sampler", "changes", "told"),
     [
-        ("flux", "euler_ancestral", {"what": "blocks"}, "adds noise at its steps.*: set what to auto, take another"),
-        ("unet", "euler_ancestral", {"what": "stages"}, "adds noise at its steps.*: set what to auto, take another"),
+        ("flux", "euler_ancestral", {"what": "blocks"}, "adds noise at its steps.*: set what to auto, choose another"),
+        ("unet", "euler_ancestral", {"what": "stages"}, "adds noise at its steps.*: set what to auto, choose another"),
         (
             "flux",
             "euler_ancestral_cfg_pp",
             {},
-            "reads the two parts that guidance.*such as euler_ancestral, or use the",
+            "reads the two parts of guidance.*such as euler_ancestral, or use the",
         ),
-        ("flux", "euler_cfg_pp", {"what": "prediction"}, "reads the two parts.*: set what to auto, take another"),
+        ("flux", "euler_cfg_pp", {"what": "prediction"}, "reads the two parts.*: set what to auto, choose another"),
     ],
 )
 def test_samplers_that_are_refused(server: Server, kind: str, sampler: str, changes: Any, told: str) -> None:
@@ -384,9 +384,9 @@ def test_methods(server: Server, plain: Any, preset: str) -> None:
         (
             "sd3",
             "TokenMergeMerge",
-            "cannot be merged: in ComfyUI, Merge has tables for UNets, Flux and Chroma only; use Hold",
+            "cannot be merged: in ComfyUI, Merge works with UNets, Flux and Chroma only; use Hold",
         ),
-        ("aura", "TokenMergeHold", "this MODEL is a MMDiT, for which tokenmerge has no table.*connect one of those"),
+        ("aura", "TokenMergeHold", "this MODEL is a MMDiT, which tokenmerge does not support.*connect one of those"),
         ("flux", "TokenMergeHold", "what='stages' holds the stages of a UNet.*use what='blocks'"),
         ("unet", "TokenMergeHold", "window is 0.9 to 0.5; it must satisfy"),
     ],

@@ -256,7 +256,7 @@ def test_wrong_input_shows_a_sentence(visit: Visit) -> None:
     for wrong, sentence in (
         ({"prompt": " "}, "The prompt is empty; write what to draw."),
         ({"steps": 0}, f"The number of steps is 0; it must be a whole number from 1 to {MOST_STEPS}."),
-        ({"size": "100x64"}, "100x64 pixels cannot be made"),
+        ({"size": "100x64"}, "100x64 pixels cannot be drawn"),
         ({"size": "<b>huge</b>"}, "'<b>huge</b>' is not a size; write width x height in pixels, as in 512x384."),
     ):
         visit.fill(**wrong)
