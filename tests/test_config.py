@@ -28,7 +28,7 @@ def test_every_field_has_a_sentence_and_nothing_else_has(cls: type[Merge] | type
 
 
 def test_a_sentence_of_two_lines_is_one() -> None:
-    assert Hold.field_docs()["what"].endswith("blocks of a UNet, and elsewhere the prediction")
+    assert Hold.field_docs()["what"].endswith("blocks of UNets and the prediction of other models")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused_by_name(cls: type[Merge] | type[Hold], field:
         (Hold, {"start": 0.8, "stop": 0.2}, "0 <= start < stop <= 1"),
         (Hold, {"every": 0}, "from 1"),
         (Merge, {"sites": "span"}, "choose from component, block"),
-        (Merge, {"components": ("mlp",)}, r"components is \('mlp',\), which counts with sites='component'"),
+        (Merge, {"components": ("mlp",)}, r"components is \('mlp',\), which only applies with sites='component'"),
     ],
     ids=str,
 )
@@ -144,7 +144,7 @@ def test_every_seed_in_range_seeds_a_generator(seed: int) -> None:
 def test_components_must_be_some_and_known() -> None:
     with pytest.raises(TokenMergeError, match="components is empty"):
         Merge(sites="component", components=())
-    with pytest.raises(TokenMergeError, match=r"components is \('mlp', 'mlp'\), with one twice"):
+    with pytest.raises(TokenMergeError, match=r"components is \('mlp', 'mlp'\), which repeats a name"):
         Merge(sites="component", components=("mlp", "mlp"))
     with pytest.raises(TokenMergeError, match="components is 'attention'"):
         Merge(sites="component", components=("mlp", "attention"))

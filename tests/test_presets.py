@@ -136,9 +136,9 @@ def test_a_file_is_told_by_its_ending(tmp_path: Path) -> None:
         assert resolve(path, {}) == resolve(str(path), {}) == read_file(path) == both
     (tmp_path / "one.yaml").write_text("technique: hold\nevery: 2\n")
     assert resolve(tmp_path / "one.yaml", {}) == Techniques(hold=HOLD)
-    with pytest.raises(TokenMergeError, match=r"other\.yaml' is not there"):
+    with pytest.raises(TokenMergeError, match=r"other\.yaml' does not exist"):
         resolve(tmp_path / "other.yaml", {})
-    with pytest.raises(TokenMergeError, match="not there"):
+    with pytest.raises(TokenMergeError, match="does not exist"):
         resolve(tmp_path / "toma", {})
 
 
@@ -155,11 +155,11 @@ def test_a_file_is_told_by_its_ending(tmp_path: Path) -> None:
         (None, {"anchor_every": 2}, ["'anchor_every' is a field of tokenmerge 0.1; write Hold(every=...)"]),
         (None, {"ratio": 0.5, "every": 3}, ["apply(pipe, [Merge(ratio=0.5), Hold(every=3)])"]),
         (HOLD, {"start": 0.5}, ["Hold(start=0.5)"]),
-        (MERGE, {"ratio": 0.5}, ["made already", "Merge(ratio=0.5)"]),
-        (HOLD, {"every": 3}, ["made already", "Hold(every=3)"]),
-        ([MERGE, HOLD], {"ratio": 0.5}, ["made already"]),
-        ("mine.json", {"ratio": 0.5}, ["do not go with a file"]),
-        (Path("mine.yaml"), {"ratio": 0.5}, ["do not go with a file"]),
+        (MERGE, {"ratio": 0.5}, ["existing technique", "Merge(ratio=0.5)"]),
+        (HOLD, {"every": 3}, ["existing technique", "Hold(every=3)"]),
+        ([MERGE, HOLD], {"ratio": 0.5}, ["existing technique"]),
+        ("mine.json", {"ratio": 0.5}, ["cannot be combined with a file"]),
+        (Path("mine.yaml"), {"ratio": 0.5}, ["cannot be combined with a file"]),
         ("toma", {"every": 3}, ["Merge has no field 'every'"]),
         ("hold", {"ratio": 0.5}, ["Hold has no field 'ratio'"]),
     ],
@@ -174,12 +174,12 @@ def test_fields_go_with_the_name_of_a_preset_only(technique: Any, fields: dict[s
 @pytest.mark.parametrize(
     ("technique", "words"),
     [
-        (Merge, ["a technique is the class Merge;", "give a Merge, a Hold"]),
-        (0.5, ["a technique is of type float;"]),
-        ({"technique": "merge"}, ["a technique is of type dict;"]),
-        (["toma", HOLD], ["a technique is of type str;"]),
-        ([MERGE, None], ["a technique is of type NoneType;"]),
-        (b"hold", ["a technique is of type bytes;"]),
+        (Merge, ["technique is the class Merge;", "give a Merge, a Hold"]),
+        (0.5, ["technique is of type float;"]),
+        ({"technique": "merge"}, ["technique is of type dict;"]),
+        (["toma", HOLD], ["technique is of type str;"]),
+        ([MERGE, None], ["technique is of type NoneType;"]),
+        (b"hold", ["technique is of type bytes;"]),
     ],
 )
 def test_what_is_no_technique_is_a_type_error(technique: Any, words: list[str]) -> None:
@@ -194,12 +194,12 @@ def test_what_is_no_technique_is_a_type_error(technique: Any, words: list[str]) 
         ([], "empty; give a Merge, a Hold or one of each, or call remove"),
         ([MERGE, MERGE], "Merge was given twice"),
         ("toma-tiles", r"'toma-tiles' is unknown \(did you mean 'toma-tile'\?\); use one of hold, unet"),
-        ("default", "'default' is of tokenmerge 0.1; use 'hold', or 'unet' or 'dit' with a ratio"),
-        ("unet-hold", "'unet-hold' is of tokenmerge 0.1; use 'hold'"),
+        ("default", "'default' belongs to tokenmerge 0.1; use 'hold', or 'unet' or 'dit' with a ratio"),
+        ("unet-hold", "'unet-hold' belongs to tokenmerge 0.1; use 'hold'"),
         ("ToMA", r"'ToMA' is unknown \(did you mean 'toma'\?\)"),
-        ("toma:ratio=.5", "how commands take techniques; in Python give fields by name"),
+        ("toma:ratio=.5", "the notation of the command line; in Python, give fields by name"),
         ("toma + hold", r"both techniques as a list, as in \[Merge"),
-        ("NONE.YAML", r"technique file 'NONE\.YAML' is not there"),
+        ("NONE.YAML", r"technique file 'NONE\.YAML' does not exist"),
         ("", "'' is unknown"),
     ],
 )
@@ -219,11 +219,11 @@ EXAMPLE = '{"technique": "merge", "ratio": 0.5}'
         ("a.json", "{bad", ("line 1, column 2",)),
         ("a.json", '{\n  "ratio": 0.5,\n  "regions" "whole"\n}', ("line 3, column 13",)),
         ("a.json", "", ("line 1, column 1",)),
-        ("a.json", '{"technique": "hold", "every": ' + 5000 * "9" + "}", ("no JSON", "write shorter numbers")),
+        ("a.json", '{"technique": "hold", "every": ' + 5000 * "9" + "}", ("not valid JSON", "write shorter numbers")),
         ("a.json", "[0.5]", ("of type float", EXAMPLE)),
-        ("a.json", "[]", ("holds no technique", EXAMPLE)),
+        ("a.json", "[]", ("the list of techniques is empty", EXAMPLE)),
         ("a.json", '"toma"', ("of type str", EXAMPLE)),
-        ("a.json", "null", ("holds nothing", EXAMPLE)),
+        ("a.json", "null", ("found nothing", EXAMPLE)),
         ("a.json", '{"technique": "merge", "ratio": 2}', ("ratio is 2",)),
         ("a.json", '{"technique": "merge", "ratio": NaN}', ("ratio is nan",)),
         ("a.json", '{"ratio": 0.75}', ("tokenmerge 0.1", '{"technique": "merge", "ratio": 0.75}')),
@@ -245,7 +245,7 @@ EXAMPLE = '{"technique": "merge", "ratio": 0.5}'
         ("a.yaml", "ratio: 2026-13-45", ("month",)),
         ("a.yml", "- technique: merge\n- 3", ("of type int",)),
         ("a.yaml", "toma", ("of type str",)),
-        ("a.yaml", "", ("holds nothing",)),
+        ("a.yaml", "", ("found nothing",)),
         ("a.yaml", "technique: merge\n1: 2", ("no field '1'",)),
         ("a.yaml", "technique: merge\nratoi: 0.5", ("no field 'ratoi' (did you mean 'ratio'?)",)),
         (

@@ -36,7 +36,7 @@ def told(techniques: list[Any]) -> str:
     [
         ("sdxl", "toma", {"ratio": 1.0}, r"must be in \[0, 1\)"),
         ("sdxl", "fast", {}, "preset 'fast' is unknown"),
-        ("sdxl", "nothing.json", {}, "is not there"),
+        ("sdxl", "nothing.json", {}, "does not exist"),
         ("sdxl", [Merge(), Merge()], {}, "Merge was given twice"),
         ("sdxl", [], {}, "empty"),
         ("sdxl", "unet", {"skip_first": 100}, "no site .* skip_first"),

@@ -1,4 +1,4 @@
-"""TokenMergeError, and words that errors share."""
+"""TokenMergeError, and functions that error messages share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class TokenMergeError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What others' errors say, short enough for one of ours."""
+    """The first line of another library's error, or its type: short enough to quote in a message of ours."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The known name nearest to another one, as part of an error; nothing where none is near."""
+    """A hint at the known name closest to `name`, to put into an error; empty if none is close."""
     names = {each.lower(): each for each in known}
     near = get_close_matches(str(name).lower(), names, n=1)
     return f" (did you mean {names[near[0]]!r}?)" if near else ""
 
 
 def check_whole(**values: Any) -> None:
-    """Refuse what is no whole number from 1."""
+    """Refuse values that are not whole numbers from 1."""
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise TokenMergeError(f"{name} is {value!r}; it must be a whole number from 1")

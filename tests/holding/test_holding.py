@@ -795,4 +795,5 @@ def test_what_is_made_up_stays_within_fp16(kind: str, hold: Hold) -> None:
 def test_so_few_steps_that_nothing_is_saved_say_so(technique: Merge | Hold, steps: int, told: str) -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), technique)
     tiny.draw(pipe, steps=steps)
-    assert f"{told}: nothing was saved. At more drift: Hold(every=2, start=0)" in str(tokenmerge.summary(pipe))
+    summary = str(tokenmerge.summary(pipe))
+    assert f"{told}: nothing was saved. To save more, with more drift: Hold(every=2, start=0)" in summary

@@ -12,7 +12,7 @@ import tokenmerge
 import zoo
 from denoisers import DENOISERS
 from tokenmerge import Hold, Merge, TokenMergeError
-from tokenmerge.planning import told_steps
+from tokenmerge.planning import describe_steps
 from traces import attributes, same
 
 WAYS = {
@@ -22,7 +22,7 @@ WAYS = {
     "both": [Merge(stop=0.7), Hold(every=3, start=0.4)],
 }
 
-LITTLE = "less than 15 %: Hold saves little. At more drift:"
+LITTLE = "less than 15 %: Hold saves little. To save more, with more drift:"
 HOLDS_MORE = "Hold(every=2, start=0), which holds more"
 MERGES = ", which saves work in every step"
 MERGE = f"Merge(ratio=0.5){MERGES}"
@@ -125,7 +125,7 @@ def test_a_plan_in_words() -> None:
     assert "Of 1 step: 1 merged." in merged
     held = str(tokenmerge.plan(tiny.build("sdxl"), Hold(every=3), height=64, width=64))
     assert "spends" not in held
-    assert "All other layers of the stages are held with them, and not counted." in held
+    assert "The other layers of the stages are held too, but not counted." in held
     slow = str(tokenmerge.plan(tiny.build("sdxl"), "toma", ratio=0.02, regions="whole", height=64, width=64))
     assert "slower than plain; raise the ratio" in slow
 
@@ -158,16 +158,16 @@ def test_a_summary_of_nothing() -> None:
         ({"full": 4, "merged": 6, "held": 10}, "4 full, 6 merged, 10 held."),
         ({"held": 2, "full": 3}, "3 full, 2 held."),
         ({"merged": 5, "skipped": 5}, "5 merged, 5 skipped by a cache."),
-        ({"full": 4}, f"4 full: nothing was saved. At more drift: {HOLDS_MORE}, or {MERGE}."),
+        ({"full": 4}, f"4 full: nothing was saved. To save more, with more drift: {HOLDS_MORE}, or {MERGE}."),
         (
             {"full": 1},
-            "1 full: nothing was saved. At more drift: Hold(every=2, start=0) in 3 steps or more",
+            "1 full: nothing was saved. To save more, with more drift: Hold(every=2, start=0) in at least 3 steps",
         ),
         ({"full": 4, "skipped": 4}, "4 full, 4 skipped by a cache: merging saved nothing."),
     ],
 )
 def test_steps_in_words(steps: dict[str, int], told: str) -> None:
-    assert told_steps(steps).startswith(f"Steps of the last image: {told}")
+    assert describe_steps(steps).startswith(f"Steps of the last image: {told}")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_steps_in_words(steps: dict[str, int], told: str) -> None:
         ({"full": 17, "held": 3}, Hold(every=3), None),
         ({"merged": 2}, None, None),
         ({"merged": 2}, Hold(every=1), None),
-        ({"merged": 3}, Hold(every=3), f"0 of 3 steps were held, {LITTLE} {HOLDS_MORE}, or a Merge of a higher"),
+        ({"merged": 3}, Hold(every=3), f"0 of 3 steps were held, {LITTLE} {HOLDS_MORE}, or a Merge with a higher"),
         (
             {"merged": 1},
             Hold(every=3),
-            f"0 of 1 steps were held, {LITTLE} Hold(every=2, start=0) in 3 steps or more, or",
+            f"0 of 1 steps were held, {LITTLE} Hold(every=2, start=0) in at least 3 steps, or",
         ),
         ({"merged": 9, "held": 1}, Hold(every=3), f"1 of 10 steps were held, {LITTLE}"),
     ],
@@ -189,7 +189,7 @@ def test_steps_in_words(steps: dict[str, int], told: str) -> None:
 def test_steps_of_which_few_are_held_say_what_saves_more(
     steps: dict[str, int], hold: Hold | None, told: str | None
 ) -> None:
-    _, _, rest = told_steps(steps, hold).partition(". ")
+    _, _, rest = describe_steps(steps, hold).partition(". ")
     assert rest.startswith(told) if told else not rest
 
 
@@ -231,7 +231,7 @@ def test_nobody_is_told_to_merge_what_cannot_be_merged() -> None:
         case.call(denoiser, step)
     told = str(tokenmerge.summary(denoiser))
     assert HOLDS_MORE in told
-    assert "erge" not in told.partition("At more drift")[2]
+    assert "erge" not in told.partition("To save more")[2]
 
 
 def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:

@@ -1,4 +1,4 @@
-"""A plan onto a denoiser and off again: all of a pipeline's denoisers get theirs, or none does."""
+"""Put plans on denoisers and take them off again. All denoisers of a pipeline get their plans, or none does."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from ..runtime.observing import Observer
 from ..runtime.scheduler import Follower
 from ..runtime.sigmas import SigmaFollower
 from ..runtime.state import APPLIED, Host, State
-from ..runtime.timeline import Timeline
 from .plans import way_out_of_noise
 
-# A denoiser, its plan, and how to get the scheduler that drives it. Without maps and residuals, which would be kept for
-# as long.
-Wanted = tuple[nn.Module, Plan, Callable[[], Any]]
+# A denoiser, its plan, and how to get the scheduler that drives it: enough to apply the plan again, without keeping
+# maps and residuals in memory.
+Assignment = tuple[nn.Module, Plan, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What lies on a denoiser that has a plan."""
+    """What `apply` put on a denoiser."""
 
     plan: Plan
     state: State
@@ -50,107 +49,83 @@ def applied_to(denoiser: nn.Module) -> Applied | None:
     return vars(denoiser).get(APPLIED)
 
 
-def apply_plans(wanted: list[Wanted]) -> None:
-    """Apply to all denoisers of a pipeline; if one fails, all have what they had before."""
-    done: list[tuple[nn.Module, Wanted | None]] = []
+def apply_plans(assignments: list[Assignment]) -> None:
+    """Apply plans to all denoisers of a pipeline. If one fails, all get back what they had before."""
+    touched: list[tuple[nn.Module, Assignment | None]] = []
     try:
-        for each in wanted:
-            before = each[0], plan_on(each[0])
-            _apply_plan(*each)
-            done.append(before)
-    except BaseException:
-        for denoiser, known in done:
+        for denoiser, plan, scheduler_of in assignments:
+            family = family_of(denoiser)
+            acts = bool(plan.merged_sites or plan.runs)
+            # Following reads a scheduler of any make and may fail: do it before touching the denoiser.
+            way_out = way_out_of_noise(family, plan)
+            follower = Follower(timeline_of(*plan.acting), scheduler_of if acts else lambda: None, way_out)
+            touched.append((denoiser, plan_on(denoiser)))
             detach(denoiser)
-            if known is not None:
-                _apply_plan(*known)
-        raise
-
-
-def _apply_plan(denoiser: nn.Module, plan: Plan, scheduler_of: Callable[[], Any]) -> None:
-    """Replace what is applied to the denoiser; if that fails, what was applied stays."""
-    family = family_of(denoiser)
-    acts = bool(plan.merged_sites or plan.runs)
-    # Reads the scheduler, which may be anybody's, before anything is touched.
-    way_out = way_out_of_noise(family, plan)
-    follower = Follower(_timeline(plan), scheduler_of if acts else lambda: None, way_out)
-    before = plan_on(denoiser)
-    detach(denoiser)
-    try:
-        attach(denoiser, family, plan, follower, scheduler_of)
+            attach(denoiser, family, plan, follower, scheduler_of)
     except BaseException:
-        if before is not None:
-            _apply_plan(*before)
+        for denoiser, _ in touched:
+            detach(denoiser)
+        apply_plans([before for _, before in touched if before is not None])
         raise
 
 
 def detach(denoiser: nn.Module) -> None:
-    """Take its plan off a denoiser, if it has one, which is then exactly as before."""
-    known = applied_to(denoiser)
-    if known is not None:
-        known.installation.uninstall()
-        known.state.close()
+    """Take the plan off a denoiser, if it has one, and leave the denoiser exactly as before."""
+    applied = applied_to(denoiser)
+    if applied is not None:
+        applied.installation.uninstall()
+        applied.state.close()
         delattr(denoiser, APPLIED)
 
 
-def plan_on(denoiser: nn.Module) -> Wanted | None:
-    """The plan that a denoiser has now."""
-    known = applied_to(denoiser)
-    return None if known is None else (denoiser, known.plan, known.scheduler_of)
+def plan_on(denoiser: nn.Module) -> Assignment | None:
+    """The plan that is on a denoiser now."""
+    applied = applied_to(denoiser)
+    return None if applied is None else (denoiser, applied.plan, applied.scheduler_of)
 
 
 def attach(denoiser: nn.Module, family: Family, plan: Plan, follower: Host, scheduler_of: Callable[[], Any]) -> None:
-    """Put a plan on a denoiser that has none; if that fails, it is as it was."""
-    merge = plan.techniques.merge if plan.merged_sites else None
+    """Put a plan on a denoiser that has none. If that fails, the denoiser is left as it was."""
+    merge, _ = plan.acting
     merging = Merging(merge, follower.clock) if merge is not None else None
     whole = any(run.whole for run in plan.runs)
     holding = (Predicting if whole else Holding)(follower.clock) if plan.runs else None
-    state = State(_timeline(plan), follower, merging, holding)
-    installation = Installation()
+    state = State(timeline_of(*plan.acting), follower, merging, holding)
+    applied = Applied(plan, state, Installation(), scheduler_of, merging, holding)
     try:
         if isinstance(holding, Predicting) and isinstance(follower, Follower):
             follower.predict(holding)
         if isinstance(holding, Predicting) and isinstance(follower, SigmaFollower):
             follower.predict(holding, state.leaves_out)
         if merging is not None or holding is not None:
-            _install(denoiser, family, plan, state, installation, merging, holding)
+            _install(denoiser, family, applied)
     except BaseException:
-        installation.uninstall()
+        applied.installation.uninstall()
         follower.close()
         raise
-    setattr(denoiser, APPLIED, Applied(plan, state, installation, scheduler_of, merging, holding))
+    setattr(denoiser, APPLIED, applied)
 
 
-def _timeline(plan: Plan) -> Timeline:
-    """Of the techniques that act somewhere."""
-    merge, hold = plan.techniques
-    return timeline_of(merge if plan.merged_sites else None, hold if plan.runs else None)
-
-
-def _install(
-    denoiser: nn.Module,
-    family: Family,
-    plan: Plan,
-    state: State,
-    installation: Installation,
-    merging: Merging | None,
-    holding: Holding | None,
-) -> None:
-    # The first technique on a module is the inner one: what is held is held with its merging.
+def _install(denoiser: nn.Module, family: Family, applied: Applied) -> None:
+    """Install the sites of all techniques, and observe every call of the denoiser."""
+    plan, state, installation = applied.plan, applied.state, applied.installation
+    merging, holding = applied.merging, applied.holding
+    # The technique added first is the inner one: a held block is held together with its merging.
     if merging is not None:
         install_merging(plan.merged_sites, merging, installation, plan.lora)
     learner = None
     if holding is not None and any(run.generic for run in plan.runs):
         learner = _learner(plan, holding, installation)
     elif isinstance(holding, Predicting):
-        # Another host does not make the calls at all.
+        # Hosts other than diffusers skip held calls themselves.
         if isinstance(state.follower, Follower):
             installation.add(DenoiserSite(holding), denoiser)
     elif holding is not None:
         install_holding(plan.runs, holding, installation)
-    check = partial(check_holdable, runs=plan.runs)
+    check_held = partial(check_holdable, runs=plan.runs)
     weak = weakref.ref(denoiser)
 
-    # Kept by the state, so it must not keep the denoiser.
+    # The state keeps this function, so it must refer neither to the state nor strongly to the denoiser.
     def at_image_start() -> int | None:
         model = weak()
         assert model is not None
@@ -158,7 +133,7 @@ def _install(
             check_mergeable(model, merging.technique)
             check_places(plan.merged_sites)
         if holding is not None:
-            check(model)
+            check_held(model)
         installation.follow()
         if not cache_hooks(model):
             return None
@@ -173,14 +148,14 @@ def _install(
         check=partial(merging.check_call, family) if merging is not None else None,
         held=[block.name for run in plan.runs if not run.whole for block in run.blocks],
         stages=any(run.stages for run in plan.runs),
-        check_held=check,
+        check_held=check_held,
         watch=learner.watch if learner is not None else None,
     )
     installation.install(denoiser, observer.enter, observer.leave)
 
 
 def _learner(plan: Plan, holding: Holding, installation: Installation) -> Learner:
-    """Installs sites once a call has shown what can be held."""
+    """A learner that installs holding once a call has shown which blocks can be held."""
     holding.learning = True
 
     def learned(runs: list[LearnedRun]) -> None:

@@ -1,4 +1,4 @@
-"""A plan on a denoiser of another host than diffusers, for as long as that draws one picture."""
+"""Apply a plan to a denoiser of a host other than diffusers, while that host draws one picture."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..families import Family
 from ..planning import Plan, Summary
 from ..runtime.state import Host
 from .attaching import attach, detach
-from .telling import summary_of
+from .reporting import summary_of
 
 
 @contextmanager
 def hosted(denoiser: nn.Module, family: Family, plan: Plan, follower: Host) -> Iterator[Callable[[], Summary]]:
-    """A plan on a denoiser for one picture of a host that is not diffusers; afterwards it is exactly as before. Gives a
-    function that tells what has been done.
+    """Apply a plan for one picture of a host other than diffusers. Afterwards the denoiser is exactly as before.
 
-    family: the host's own table. follower: keeps the clock by what the host tells.
+    family: the host's own table. follower: keeps the clock from what the host reports. Yields a function that returns
+    the summary of the picture so far.
     """
     attach(denoiser, family, plan, follower, lambda: None)
     try:

@@ -1,4 +1,4 @@
-"""The plan for a denoiser: what techniques will do to it, or why they cannot be applied."""
+"""Make the plan for a denoiser, or raise an error that says why techniques cannot be applied to it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..runtime.prediction import form_of
 
 
 def checked_plan(denoiser: nn.Module, techniques: Techniques, scheduler: Any) -> Plan:
-    """The plan for a denoiser; raises where it cannot be applied."""
-    plan = hosted_plan(denoiser, family_of(denoiser), techniques, *asked_of(scheduler))
+    """The plan for a denoiser of diffusers. Raises if it cannot be applied."""
+    plan = hosted_plan(denoiser, family_of(denoiser), techniques, *scheduler_checks(scheduler))
     _check_scheduler(plan, scheduler)
     return plan
 
@@ -34,17 +34,17 @@ def hosted_plan(
     noisy: Callable[[], bool],
     predicts: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """The plan for a denoiser of any host; raises where it cannot be applied.
+    """The plan for a denoiser of any host. Raises if it cannot be applied.
 
-    noisy: whether noise is added at steps. predicts: whether clean predictions can be held.
+    noisy: whether the solver adds noise at its steps. predicts: whether clean predictions can be held.
     """
-    techniques = decided(denoiser, family, techniques, noisy, predicts)
+    techniques = resolve_auto(denoiser, family, techniques, noisy, predicts)
     plan = make_plan(denoiser, family, techniques)
     check_holdable(denoiser, plan.runs)
     caches = cache_hooks(denoiser)
     if caches:
         raise TokenMergeError(
-            f"a cache ({caches[0]}) is enabled already; a cache must come after a technique: "
+            f"a cache ({caches[0]}) is already enabled, but a cache must come after a technique: "
             "call disable_cache(), apply, then enable_cache(...)"
         )
     if techniques.merge is not None:
@@ -54,22 +54,25 @@ def hosted_plan(
     return plan
 
 
-def asked_of(scheduler: Any) -> tuple[Callable[[], bool], Callable[[], bool]]:
-    """Whether a scheduler adds noise at steps, and whether clean predictions can be held under it."""
+def scheduler_checks(scheduler: Any) -> tuple[Callable[[], bool], Callable[[], bool]]:
+    """Two functions: whether a scheduler adds noise at steps, and whether clean predictions can be held under it."""
     if scheduler is None:
         return (lambda: False), (lambda: False)
     return partial(adds_noise, scheduler), lambda: form_of(scheduler) is not None
 
 
-def decided(
+def resolve_auto(
     denoiser: nn.Module,
     family: Family,
     techniques: Techniques,
     noisy: Callable[[], bool],
     predicts: Callable[[], bool],
 ) -> Techniques:
-    """Techniques with what `auto` stands for: a UNet's stages, or blocks. Where noise is added at steps, which only
-    layers that still run would see, those of a UNet see it; elsewhere the clean prediction is held, if it is known."""
+    """Replace `what="auto"` of Hold: by the stages of a UNet, or by the blocks of other models.
+
+    In a held step, layers that are not held must see noise that the scheduler added. A UNet whose blocks are held has
+    such layers. For other models the clean prediction is held instead, where that is possible.
+    """
     hold = techniques.hold
     if hold is None or hold.what != "auto":
         return techniques
@@ -81,21 +84,16 @@ def decided(
 
 
 def _check_scheduler(plan: Plan, scheduler: Any) -> None:
-    """Refuse windows without a known number of steps, and noise levels that no scheduler tells."""
-    merge, hold = plan.techniques
-    # What does nothing needs to know nothing.
-    acting = (merge if plan.merged_sites else None, hold if plan.runs else None)
-    for each in acting:
-        if each is not None and each.windowed and scheduler is None:
+    """Refuse windows without a known number of steps, and Hold where the scheduler does not show what it needs."""
+    for technique in plan.acting:
+        if technique is not None and technique.windowed and scheduler is None:
+            start, stop = technique.window
             raise TokenMergeError(
-                f"{type(each).__name__}'s window of {each.window[0]} to {each.window[1]} needs to know how many steps "
-                "there are; apply to the pipeline, or give scheduler=..."
+                f"{type(technique).__name__}'s window of {start} to {stop} needs the number of steps; apply to the "
+                "pipeline, or give scheduler=..."
             )
-    if (
-        plan.runs
-        and scheduler is not None
-        and not any(hasattr(scheduler, name) for name in ("timesteps", "set_timesteps"))
-    ):
+    timed = hasattr(scheduler, "timesteps") or hasattr(scheduler, "set_timesteps")
+    if plan.runs and scheduler is not None and not timed:
         raise TokenMergeError(
             f"{type(scheduler).__name__} has no timesteps, by which Hold knows the steps; give the scheduler that "
             "drives the denoiser, or apply a Merge"
@@ -105,7 +103,7 @@ def _check_scheduler(plan: Plan, scheduler: Any) -> None:
 
 
 def way_out_of_noise(family: Family, plan: Plan) -> str:
-    """What to do under a scheduler that adds noise, where nothing in a held step would see it; else nothing."""
+    """What errors advise under a scheduler that adds noise; empty if held steps leave none of it in the picture."""
     if not plan.runs or plan.runs[0].whole or (family.stages is not None and not plan.runs[0].stages):
         return ""
     return "use Hold(what='prediction'), or another scheduler"

@@ -1,4 +1,4 @@
-"""Speed by compiling: blocks one by one, and whole denoiser calls as CUDA graphs."""
+"""Compiling for speed: blocks one by one, and whole denoiser calls as CUDA graphs."""
 
 from .blocks import compile, compiled_state, recordings, uncompile, unrecorded
 

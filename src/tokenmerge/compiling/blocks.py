@@ -1,4 +1,4 @@
-"""compile and uncompile: one line that gives a pipeline its best speed, with techniques or without."""
+"""compile and uncompile: one call that gives a pipeline its best speed, with or without techniques."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .graphs import GraphedForward, Recordable
 
 Model = TypeVar("Model")
 
-# Where `compile` keeps what it knows, on the denoiser.
+# The attribute of a denoiser in which `compile` keeps its `_Compiled`.
 _COMPILED = "_tokenmerge_compiled"
 
 
@@ -26,30 +26,30 @@ class _Compiled:
     def __str__(self) -> str:
         if self.graphs is None:
             return f"{len(self.blocks)} blocks, no CUDA graphs"
-        told = f"{len(self.blocks)} blocks, {self.graphs.recordings} CUDA graphs so far"
-        return "; ".join([told, *(f"some calls cannot be recorded ({reason})" for reason in self.graphs.refusals)])
+        counts = f"{len(self.blocks)} blocks, {self.graphs.recordings} CUDA graphs so far"
+        return "; ".join([counts, *(f"some calls cannot be recorded ({reason})" for reason in self.graphs.refusals)])
 
 
 def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) -> Model:
-    """Make a pipeline or denoiser fast, until `uncompile`; before or after `apply`, or without it.
+    """Make a pipeline or denoiser fast, until `uncompile`. Works before `apply`, after it, or without it.
 
-    blocks: compile each transformer block by itself, in the first call of every size; that takes a fraction of the time
-    that a whole denoiser takes. graphs: replay whole denoiser calls as CUDA graphs, one for each kind of call
-    (default: on a CUDA device). A model that was compiled here before gets the new choice instead.
+    blocks: compile each transformer block separately, in the first call of every size. That takes a fraction of the
+    time of compiling a whole denoiser. graphs: replay whole denoiser calls as CUDA graphs, one for each kind of call
+    (default: on a CUDA device). Calling `compile` again replaces the earlier choice.
     """
     denoisers = denoisers_of(model)
     if graphs is None:
         graphs = next(denoisers[0].parameters()).device.type == "cuda"
     listed = []
     for denoiser in denoisers:
-        _check_compilable(model, denoiser, str(next(denoiser.parameters()).device), graphs)
+        _check_compilable(model, denoiser, graphs)
         listed.append(family_of(denoiser).blocks(denoiser) if blocks else [])
     uncompile(model)
     for denoiser, candidates in zip(denoisers, listed, strict=True):
-        # One that somebody else has compiled is left alone.
+        # Leave alone any block that somebody else has compiled.
         chosen = tuple(block.module for block in candidates if block.module._compiled_call_impl is None)
         for module in chosen:
-            # Of blocks without a table nobody knows whether one graph holds them.
+            # Blocks of a model without a table may not fit into one graph.
             module.compile(fullgraph=not family_of(denoiser).learned)
         graphed = GraphedForward(denoiser, _applied_state) if graphs else None
         setattr(denoiser, _COMPILED, _Compiled(chosen, graphed))
@@ -71,22 +71,27 @@ def uncompile(model: Model) -> Model:
 
 
 def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
-    """Why calls of a denoiser that has run run as they are, though they were to be replayed as CUDA graphs."""
-    known = vars(denoiser).get(_COMPILED)
-    if known is None or known.graphs is None:
+    """Why a denoiser that has run recorded no calls as CUDA graphs; empty if it did, or if it has no graphs."""
+    graphs = _graphs_of(denoiser)
+    if graphs is None:
         return ()
-    # A method that draws maps with the help of the host in every call is never recorded, and never fails to be.
-    return known.graphs.refusals or (() if known.graphs.recordings else ("all of them need the host",))
+    # A method that needs the host to make maps in every call is never recorded, so no recording of it ever fails.
+    return graphs.refusals or (() if graphs.recordings else ("all of them need the host",))
 
 
 def recordings(denoiser: nn.Module) -> int | None:
-    """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
+    """The number of kinds of call replayed as CUDA graphs so far; None without graphs."""
+    graphs = _graphs_of(denoiser)
+    return None if graphs is None else graphs.recordings
+
+
+def _graphs_of(denoiser: nn.Module) -> GraphedForward | None:
     known = vars(denoiser).get(_COMPILED)
-    return known.graphs.recordings if known is not None and known.graphs is not None else None
+    return None if known is None else known.graphs
 
 
 def compiled_state(denoiser: nn.Module) -> str:
-    """What `compile` has done to a denoiser, for people."""
+    """What `compile` has done to a denoiser, as text."""
     return str(vars(denoiser).get(_COMPILED, "not by tokenmerge.compile"))
 
 
@@ -95,20 +100,22 @@ def _applied_state(denoiser: nn.Module) -> Recordable | None:
     return known.state if known is not None and (known.merging or known.holding) else None
 
 
-def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
-    whole = denoiser._compiled_call_impl is not None or any(
-        hasattr(getattr(model, name, None), "_orig_mod") for name in PARTS
-    )
-    if whole or hasattr(model, "_orig_mod"):
+def _check_compilable(model: Any, denoiser: nn.Module, graphs: bool) -> None:
+    wrapped = hasattr(model, "_orig_mod") or any(hasattr(getattr(model, name, None), "_orig_mod") for name in PARTS)
+    if wrapped or denoiser._compiled_call_impl is not None:
         raise TokenMergeError(
-            "the denoiser is compiled as a whole already; compile its blocks instead: take torch.compile off it first"
+            "the denoiser is already compiled as a whole; remove torch.compile from it, so that its blocks can be "
+            "compiled instead"
         )
-    if graphs and not device.startswith("cuda"):
-        raise TokenMergeError(f"CUDA graphs need a CUDA device, the denoiser is on {device}; use graphs=False")
+    if not graphs:
+        return
+    device = next(denoiser.parameters()).device
+    if device.type != "cuda":
+        raise TokenMergeError(f"CUDA graphs need a CUDA device, but the denoiser is on {device}; use graphs=False")
     registry = vars(denoiser).get("_diffusers_hook")
-    # Pipelines leave an empty one behind.
-    hooked = registry is not None and bool(registry.hooks)
-    if graphs and (hasattr(denoiser, "_hf_hook") or hooked):
+    # Pipelines leave empty registries behind.
+    if hasattr(denoiser, "_hf_hook") or (registry is not None and registry.hooks):
         raise TokenMergeError(
-            "CUDA graphs fix where weights lie, and offload or a hook of the denoiser moves them; use graphs=False"
+            "CUDA graphs need weights to stay where they are, but offloading or another hook of the denoiser moves "
+            "them; use graphs=False"
         )

@@ -1,13 +1,13 @@
-"""CUDA graphs of whole denoiser calls: one for each kind, replayed without the host launching anything.
+"""CUDA graphs of whole denoiser calls: one for each kind of call, replayed without launches from the host.
 
-On a fast GPU a denoiser at a small batch waits for the host to launch its kernels. A graph is a recording of those
-launches; it fixes what they do and where their tensors lie. So calls that do different work have graphs of their own:
-full steps, those whose residuals are kept, held ones, and merged ones that select, that only weigh or that reuse maps.
+On a fast GPU with a small batch, a denoiser waits for the host to launch its kernels. A graph is a recording of those
+launches. It fixes what they do and where their tensors lie. So calls that do different work have different graphs: full
+steps, full steps whose residuals are kept, held steps, and merged steps that select, reweigh or reuse maps.
 
-The first call of a kind runs as it is, which also compiles what is to be compiled; the second is recorded; later ones
-are replayed. Arguments are copied into the recording's tensors, and results out of them. What cannot be recorded runs
-as it is: calls with gradients, under autocast (which caches the weights it casts), with a cache that decides by values,
-with forward hooks inside (which a replay would not run), and where maps need the host.
+The first call of a kind runs normally, which also compiles whatever needs compiling. The second call is recorded, and
+later calls are replayed. Arguments are copied into the recording's tensors, and results out of them. Calls that cannot
+be recorded run normally: calls with gradients, under autocast (which caches the weights it casts), with a cache that
+decides by values, with forward hooks inside (which a replay would not run), and those whose maps need the host.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from torch.utils import _pytree as pytree
 from ..errors import TokenMergeError, first_line
 from ..runtime.foreign import cache_hooks, casts_weights, shard_of
 
-# Recordings kept for each denoiser: sizes of image times kinds of call. All share one pool of memory.
+# Recordings kept per denoiser: image sizes times kinds of call. All share one memory pool.
 _MAX_GRAPHS = 32
-# Recordings pushed out by others before no more are made: some argument may have another value at every call.
+# After this many recordings were dropped to make room, record no more: an argument probably changes in every call.
 _MAX_LOSSES = 64
-# Kinds of call whose first occurrence is remembered.
+# The number of kinds of call whose first occurrence is remembered.
 _MAX_KINDS = 256
-# What else decides a module's work, beside its submodules and weights: FreeU's factors, what stands in for its forward,
-# its attention processor, and adapters that are on, off or fused.
+# Attributes that decide a module's work, besides its submodules and weights: FreeU's factors, a replaced forward, the
+# attention processor, and whether adapters are on, off or fused.
 _SETTINGS = ("s1", "s2", "b1", "b2", "forward", "processor", "_disable_adapters", "_active_adapter")
-# Of an attention processor, which is changed in place: what computes attention.
+# An attention processor's choice of implementation, which is changed in place.
 _BACKEND = "_attention_backend"
-# Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, adapters fused into weights.
+# Lists and mappings that are changed in place: strengths of IP-Adapters and LoRA, and adapters fused into weights.
 _CONTENTS = ("scale", "scaling", "merged_adapters")
 _WATCHED = frozenset((*_SETTINGS, *_CONTENTS, _BACKEND, "_diffusers_hook"))
 
 
 class Recordable(Protocol):
-    """What applied techniques tell about a call before it runs."""
+    """What the applied techniques know about a call before it runs."""
 
     def kind(self) -> Hashable | None:
-        """Equal for calls that launch the same work on the same tensors; None if a call cannot be recorded."""
+        """A key, equal for calls that launch the same work on the same tensors; None if the call cannot be recorded."""
 
     def done(self) -> Any:
-        """What the call has renewed so far."""
+        """What the call has renewed in its maps so far."""
 
     def set_done(self, done: Any) -> None:
-        """Treat this as renewed."""
+        """Mark this as renewed, because a replay renews it."""
 
     def owners(self) -> list[Any]:
-        """The objects that own the tensors of the call."""
+        """The objects that own the tensors which the call uses."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: list[Tensor]
-    structure: pytree.TreeSpec  # of the outputs
+    structure: pytree.TreeSpec  # how to rebuild the call's result from `outputs`
     done: Any
     owners: list[weakref.ref[Any]]
 
@@ -71,27 +71,27 @@ class _Recording:
         for own, given in zip(self.inputs, tensors, strict=True):
             own.copy_(given, non_blocking=True)
         self.graph.replay()
-        # The next replay overwrites the results, and guidance needs two at once.
+        # The next replay overwrites the outputs, but guidance needs those of two calls.
         return pytree.tree_unflatten([output.clone() for output in self.outputs], self.structure)
 
 
 class GraphedForward:
-    """Stands in for the forward of a denoiser, until `undo`."""
+    """Replaces the forward of a denoiser, until `undo`."""
 
     def __init__(self, denoiser: nn.Module, state: Callable[[nn.Module], Recordable | None]) -> None:
-        # A strong reference would keep a deleted model's weights until the garbage collector comes.
+        # A strong reference would keep a deleted model's weights in memory until the next garbage collection.
         self._model = weakref.ref(denoiser)
         self._applied = state
         self.inner_forward = vars(denoiser).get("forward")
         self._pool: Any = None
         self._state: tuple[Any, ...] = ()
-        self._obstacle = ""  # why nothing can be recorded as the model is now
+        self._obstacle = ""  # why no call can be recorded in the model's present state
         self._losses = 0
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._failed: set[Hashable] = set()  # could not be recorded once, and may be tried again
+        self._failed: set[Hashable] = set()  # failed to record once; one more attempt is made
         self._refused: dict[Hashable, str] = {}
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
-        # Not kept here, too: in a circle, all that was recorded would wait for the garbage collector.
+        # Keep no reference to this method: a cycle would keep all recordings until the next garbage collection.
         denoiser.forward = types.MethodType(GraphedForward.run, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -145,7 +145,7 @@ class GraphedForward:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         shapes = tuple((tuple(each.shape), each.dtype, each.device) for each in tensors)
         key = (kind, str(structure), others, shapes, torch.is_inference_mode_enabled())
-        # Graphs are recorded and replayed on the current device, which need not be the model's.
+        # Recording and replaying use the current device, which may not be the model's.
         with torch.cuda.device(device):
             if key in self._recordings:
                 self._recordings.move_to_end(key)
@@ -158,7 +158,7 @@ class GraphedForward:
             return self._record(key, state, leaves, structure, (args, kwargs), device)
 
     def _is_known(self, key: Hashable) -> bool:
-        """Whether a call of this kind has run; if not, it is known from now on."""
+        """Whether a call of this kind has run before. From now on it counts as known."""
         known = key in self._seen
         self._seen[key] = None
         while len(self._seen) > _MAX_KINDS:
@@ -186,11 +186,11 @@ class GraphedForward:
             self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         try:
-            # Not all of a process need keep still: another thread may load an image meanwhile.
+            # Only this thread must avoid forbidden calls during capture: another one may be loading an image.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = self._original(*args, **kwargs)
         except RuntimeError as error:
-            # Nothing has run. A capture that fails at its end leaves its stream current and its pool unusable.
+            # No kernel has run. A capture that fails at its end leaves its stream current and its pool unusable.
             torch.cuda.set_stream(stream)
             self._pool = None
             if state is not None:
@@ -198,10 +198,10 @@ class GraphedForward:
             if key in self._failed:
                 self._refused[key] = first_line(_cause(error))
                 return self._original(*call[0], **call[1])
-            # Tensors of its own may be such that blocks are compiled for them once more, which no capture can hold; run
-            # as it is, the call does that.
+            # Blocks may have to be compiled again for the recording's own tensors, which cannot happen in a capture. It
+            # happens in a normal call with these tensors.
             self._failed.add(key)
-            # A denoiser may have emptied a list that it was given, as that of a T2I-Adapter's features.
+            # The denoiser may have emptied a list among its arguments, such as a T2I-Adapter's features.
             args, kwargs = pytree.tree_unflatten(own_leaves, structure)
             return self._original(*args, **kwargs)
         outputs, output_structure = pytree.tree_flatten(output)
@@ -211,21 +211,21 @@ class GraphedForward:
         return recording.replay(tensors)
 
     def _drop_stale(self) -> None:
-        """Drop recordings of sizes whose tensors a technique has dropped."""
+        """Drop recordings for image sizes whose tensors a technique has released."""
         for key, recording in list(self._recordings.items()):
             if any(owner() is None for owner in recording.owners):
                 del self._recordings[key]
 
     def _make_room(self) -> None:
-        """Drop the recordings that were not used for longest."""
+        """Drop the least recently used recordings."""
         while len(self._recordings) >= _MAX_GRAPHS:
             self._recordings.popitem(last=False)
             self._losses += 1
         if self._losses > _MAX_LOSSES:
-            self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that are kept"
+            self._obstacle = f"there are more kinds of call than the {_MAX_GRAPHS} graphs that can be kept"
 
     def _see_changes(self) -> None:
-        """Recorded work reads weights and buffers where they lay: forget it when those, modules or adapters change."""
+        """Forget everything when modules, weights, buffers or adapters change: recordings use their old addresses."""
         state = _state_of(self._denoiser)
         if state == self._state:
             return
@@ -234,7 +234,7 @@ class GraphedForward:
         self._obstacle = _obstacle(self._denoiser)
 
     def _forget(self) -> None:
-        """Let go of all that was seen: sites that were removed since keep their maps and residuals in memory."""
+        """Release recordings and all that refers to them: they keep maps and residuals of removed sites in memory."""
         self._state, self._obstacle, self._losses = (), "", 0
         self._recordings.clear()
         self._failed.clear()
@@ -243,29 +243,29 @@ class GraphedForward:
 
 
 def _owned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of a recording's own, which compiled code takes for one like the given: it tells tensors of inference
-    mode from others, and would be compiled anew."""
+    """A copy of a tensor for a recording. It is an inference tensor only if the original is: otherwise compiled code
+    would be compiled again for it."""
     with torch.inference_mode(tensor.is_inference()):
         own = torch.empty_like(tensor, device=device)
     return own.copy_(tensor)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What ended a capture: the capture's own end then fails too, and hides it."""
+    """The error that ended a capture. Ending the capture then fails too, and that error hides the first."""
     while error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def _obstacle(denoiser: nn.Module) -> str:
-    """Why calls of a denoiser, as it is, cannot be recorded."""
+    """Why no call of the denoiser can be recorded in its present state; empty if calls can be."""
     caches = cache_hooks(denoiser)
     if caches:
-        return f"a cache ({caches[0]}) decides by values what runs"
+        return f"a cache ({caches[0]}) decides what runs by the values of tensors"
     if casts_weights(denoiser):
         return "layerwise casting makes new weights in every call"
     if shard_of(denoiser) is not None:
-        return "processes that share a picture (context parallel) wait for each other in it"
+        return "processes that share a picture (context parallel) wait for each other during a call"
     inner = (module for module in denoiser.modules() if module is not denoiser)
     if any(module._forward_hooks or module._forward_pre_hooks for module in inner):
         return "a replay would not run the forward hooks of submodules"
@@ -273,8 +273,8 @@ def _obstacle(denoiser: nn.Module) -> str:
 
 
 def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
-    """Everything whose exchange would change a call: the objects themselves, so that none is taken for a dead one."""
-    # By hand, and with one look for what few modules have: this runs at every call.
+    """Everything whose replacement would change a call. It holds the objects themselves: ids may be used again."""
+    # A loop of our own with one test for rare attributes, because this runs in every call.
     state: list[Any] = []
     stack = list(denoiser._modules.values())
     while stack:
@@ -293,7 +293,7 @@ def _state_of(denoiser: nn.Module) -> tuple[Any, ...]:
 
 
 def _addresses(tensors: Iterable[Tensor | None]) -> Iterator[int]:
-    """Where tensors lie. Quantised weights may be shells that lie nowhere, around tensors that do."""
+    """The addresses of tensors. A quantised weight may have no address itself, but wrap tensors that have one."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -306,11 +306,11 @@ def _addresses(tensors: Iterable[Tensor | None]) -> Iterator[int]:
 
 
 def _rare(module: nn.Module) -> Iterator[Any]:
-    """What else decides the work of a module."""
+    """The rarer things that decide a module's work: hooks, settings and contents."""
     values = vars(module)
     yield tuple(module._forward_hooks), tuple(module._forward_pre_hooks)
     yield from (values[name] for name in _SETTINGS if name in values)
-    # A processor may be a module, which is among the submodules, or a plain object.
+    # A processor that is a module is among the submodules; a plain object is only found here.
     for holder in (values, vars(values["processor"]) if values.get("processor") is not None else {}):
         for content in (holder[name] for name in _CONTENTS if name in holder):
             own = content.values() if isinstance(content, dict) else content

@@ -1,4 +1,4 @@
-"""What a group of blocks costs in one denoiser call, by the paper's cost model: multiplications, no tensors."""
+"""What a group of blocks costs in one denoiser call: multiplications by the paper's cost model. No tensors."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from ..merging.methods import Rates, method_for
 from ..merging.places import MergePlace
 from ..runtime.timeline import MERGED, Step
 
-# How the paper's 7 d^2 N + 2 d N^2 multiplications of a block divide over its components: (d^2 N, d N^2).
+# The paper counts 7 d^2 N + 2 d N^2 multiplications per block. Each component's share: (of d^2 N, of d N^2).
 _SHARES = {"self_attention": (3, 2), "cross_attention": (2, 0), "mlp": (2, 0)}
 
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """The layers that share one map, at one size of image, and their work in one denoiser call."""
+    """The layers that share one map, for one size of image, and their work in one denoiser call."""
 
     name: str
     blocks: int
     merged_blocks: int
-    merges: int  # times tokens are merged and unmerged in one merged call
+    merges: int  # how often tokens merge and unmerge in one merged call
     width: int
     grids: tuple[TokenGrid, ...]
-    layout: Layout | None  # of those that merge; None if nothing does
+    layout: Layout | None  # of the tokens that merge; None if no tokens merge
     regions: str
-    total: float  # multiplications of a full call
-    saved: float  # of which a merged call saves
-    spent: float  # and spends on merging itself, on average
+    total: float  # multiplications in a full call
+    saved: float  # multiplications that a merged call saves
+    spent: float  # multiplications that a merged call spends on merging itself, on average
 
     @property
     def grid(self) -> str:
-        """All images, as people are told of them."""
+        """The grids of all images, as text."""
         return " + ".join(map(str, self.grids))
 
     @property
     def tokens(self) -> int:
-        """That merge, if any do."""
+        """The number of tokens that merge; of all tokens if none do."""
         return self.layout.tokens if self.layout is not None else _count(self.grids)
 
     @property
     def merged(self) -> int:
-        """What those come to after merging."""
+        """The number of those tokens after merging."""
         return self.layout.merged if self.layout is not None else self.tokens
 
 
@@ -56,18 +56,18 @@ def planned_groups(
     call: DenoiserCall,
     timeline: Sequence[Step],
 ) -> list[PlannedGroup]:
-    """The groups of a model in the call that an image of some size leads to."""
-    found, rates = [], _rates(timeline)
+    """The groups of a model, with their work in `call`. The timeline says how often maps are made."""
+    groups, rates = [], _rates(timeline)
     for name in dict.fromkeys(block.group for block in blocks):
         members = [block for block in blocks if block.group == name]
         inside = {block.name for block in members}
         merging = [place for place in places if place.block.name in inside and not place.skipped]
-        found.append(_group(name, members, merging, technique, call, rates))
-    return found
+        groups.append(_group(name, members, merging, technique, call, rates))
+    return groups
 
 
 def _rates(timeline: Sequence[Step]) -> Rates:
-    """How often merged steps make maps. Held steps in between bring that about more often than intervals say."""
+    """How often merged steps make maps. With held steps in between, that is more often than the intervals suggest."""
     maps = [step.maps for step in timeline if step.kind == MERGED]
     merged = len(maps) or 1
     return Rates(maps.count("select") / merged, sum(each != "reuse" for each in maps) / merged)
@@ -78,20 +78,20 @@ def _group(
 ) -> PlannedGroup:
     grids, width = grids_at_level(call, members[0].level), members[0].width
     total = len(members) * _work(tuple(_SHARES), _count(grids), width)
-    # Where nothing merges a grid need not be one that could.
+    # Where nothing merges, the grid may be too small to merge: do not partition it.
     if technique is None or not places:
         return PlannedGroup(name, len(members), 0, 0, width, grids, None, "", total, 0.0, 0.0)
     method = method_for(technique)
     effective = method.effective(technique)
     partition = method.partition(grids, effective)
     if call.shard is not None:
-        # Raises where processes cannot share it. Costs are those of the whole picture.
+        # Called for its error where processes cannot share the partition. Costs are those of the whole picture.
         shard_partition(partition, call.shard)
     layout = partition.layout
     blocks = len({place.block.name for place in places})
     saved = spent = 0.0
     if layout.merged < layout.tokens:
-        # Images that do not merge are in the same sequence.
+        # Images that do not merge are part of the same sequence.
         after = _count(grids) - layout.tokens + layout.merged
         saved = sum(_saved(place, _count(grids), after, width, keys_values=method.KEYS_VALUES) for place in places)
         spent = method.spent(layout, width, effective, rates, blocks=blocks, merges=len(places))
@@ -100,16 +100,16 @@ def _group(
 
 
 def _work(components: tuple[str, ...], tokens: int, width: int) -> float:
-    """Multiplications of these components of a block on `tokens` tokens."""
+    """Multiplications in these components of a block, on `tokens` tokens."""
     linear = sum(_SHARES[component][0] for component in components)
     square = sum(_SHARES[component][1] for component in components)
     return linear * width**2 * tokens + square * width * tokens**2
 
 
 def _saved(place: MergePlace, before: int, after: int, width: int, *, keys_values: bool) -> float:
-    """What fewer tokens save at a place."""
+    """Multiplications saved at one place by having fewer tokens there."""
     if keys_values:
-        # Of keys or of values: a projection, and one of attention's two products, with all queries.
+        # The place is a projection to keys or to values. It saves there and in one of attention's two products.
         return (width**2 + width * before) * (before - after)
     components = (place.component,) if place.component in _SHARES else tuple(_SHARES)
     return _work(components, before, width) - _work(components, after, width)

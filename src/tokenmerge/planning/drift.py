@@ -1,4 +1,4 @@
-"""Drift: how far a picture is from the plain one, as Hold's own errors tell, and where that was compared."""
+"""Drift: estimate from Hold's errors how far a picture is from the plain one, and know where that was calibrated."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-# The PSNR of a drift of 1, and how far two thirds of the pictures lie from what is told (benchmarks/drift.py).
+# The PSNR at a drift of 1. Two thirds of the pictures lie within SPREAD dB of the estimate (benchmarks/drift.py).
 _LEVEL, SPREAD = 17.3, 3.0
-# What makes a solver another one, beside its class. Other schedules of one class were not compared.
+# Settings that distinguish solvers of one class, because the estimate was compared for some of them only.
 _TRAITS = ("solver_order", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_flow_sigmas")
-# What a figure with a mark means, where there is no room beside it.
+# A footnote for tables that mark uncalibrated estimates with a tilde.
 UNCALIBRATED = (
-    "~: the estimated PSNR is uncalibrated, as it was never compared with true ones for these weights under this "
+    "~: the estimated PSNR is uncalibrated: it was never compared with true PSNRs for these weights under this "
     "scheduler."
 )
-# Types that weights are kept in round the norm of one by less.
+# Storing weights in another dtype changes their norm by less than this.
 _SAME = 2e-3
 
 
 class _Compared(NamedTuple):
-    """A denoiser whose pictures the estimate was fitted to. Its weights tell it: a file may be moved or copied."""
+    """A denoiser whose pictures the estimate was fitted to. Recognised by its weights, because files may be moved."""
 
     parameters: int
-    norm: float  # of the last of its weights that is a matrix
+    norm: float  # of its last weight matrix
     what: str
-    solvers: tuple[tuple[str, dict[str, Any]], ...]  # the class, and what is set of its traits
+    solvers: tuple[tuple[str, dict[str, Any]], ...]  # the class, and those of its `_TRAITS` that are set
 
 
 _COMPARED = {
@@ -52,37 +52,39 @@ _COMPARED = {
 
 
 class Drift(NamedTuple):
-    """How far the last image is from the plain one, as the errors of Hold tell without a plain one."""
+    """How far the last image is from the plain one, estimated from Hold's errors without drawing the plain one."""
 
     psnr: float  # in dB
-    spread: float  # of that
-    calibrated: bool  # whether figures of these weights under this solver, with the same held, were compared
+    spread: float  # in dB
+    calibrated: bool  # whether estimates were compared with true PSNRs, see `was_compared`
 
     @classmethod
     def of(cls, drift: float, *, calibrated: bool) -> Drift:
         return cls(round(_LEVEL - 20.0 * math.log10(drift), 1), SPREAD, calibrated)
 
     @property
-    def told(self) -> str:
-        """The figure alone, for tables; `UNCALIBRATED` says what its mark means."""
+    def short(self) -> str:
+        """The number alone, for tables. `UNCALIBRATED` explains its tilde."""
         return f"{self.psnr:.0f}" if self.calibrated else f"~{self.psnr:.0f}"
 
     def __str__(self) -> str:
-        told = f"Estimated PSNR to the plain image: {self.psnr:.0f} dB"
+        estimate = f"Estimated PSNR to the plain image: {self.psnr:.0f} dB"
         if self.calibrated:
-            return f"{told}, give or take {self.spread:.0f}."
-        return f"{told} (uncalibrated: never compared with true ones for these weights under this scheduler)."
+            return f"{estimate}, give or take {self.spread:.0f}."
+        return f"{estimate} (uncalibrated: never compared with true PSNRs for these weights under this scheduler)."
 
 
 def was_compared(denoiser: nn.Module, scheduler: Any, what: str) -> bool:
-    """Whether estimates were compared with true figures: of these weights under this solver, with the same held. what:
-    is held, as in `Hold`, without `auto`."""
+    """Whether estimates were compared with true PSNRs for these weights, this solver and this choice of what is held.
+
+    what: as in `Hold`, but never `auto`.
+    """
     known = _COMPARED.get(type(denoiser).__name__)
     if known is None or known.what != what or _solver(scheduler) not in known.solvers:
         return False
     parameters = list(denoiser.parameters())
     matrices = [each for each in parameters if each.ndim > 1]
-    # The count first: norms of large models would take time, and those on no device have none.
+    # Compare counts first: computing norms of large models takes time, and weights on the meta device have none.
     if sum(each.numel() for each in parameters) != known.parameters or not matrices or matrices[-1].is_meta:
         return False
     return math.isclose(float(matrices[-1].detach().float().norm()), known.norm, rel_tol=_SAME)

@@ -1,4 +1,4 @@
-"""Plan: which sites merge, which blocks are held, the kinds of steps, and what all that saves. No tensors."""
+"""Plan: which sites merge, which blocks are held, the kind of every step, and what this saves. No tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tables import counted, table
 
 @dataclass(frozen=True)
 class Plan:
-    """What `apply` will do to a model, and at a given size what that comes to."""
+    """What `apply` will do to a model and, if the size of the image is known, what that saves."""
 
     model: str
     family: str
@@ -31,8 +31,8 @@ class Plan:
     sites: tuple[MergePlace, ...] = ()
     runs: tuple[HeldRun, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
-    timeline: tuple[Step, ...] = ()  # with one call a step
-    merging: str = ""  # the preset that merges this model best, if it can be merged
+    timeline: tuple[Step, ...] = ()  # for one denoiser call per step
+    merging: str = ""  # the preset that merges this model best; empty if it cannot be merged
     lora: Lora | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -40,18 +40,24 @@ class Plan:
         return tuple(site for site in self.sites if not site.skipped)
 
     @property
+    def acting(self) -> Techniques:
+        """The techniques without any that has nothing to act on."""
+        merge, hold = self.techniques
+        return Techniques(merge if self.merged_sites else None, hold if self.runs else None)
+
+    @property
     def steps(self) -> Counter[str]:
-        """How many steps of each kind there are: full, merged, held."""
+        """The number of steps of each kind: full, merged, held."""
         return Counter(step.kind for step in self.timeline)
 
     @property
     def saved(self) -> float:
-        """Share of the transformer blocks' multiplications that is not made."""
+        """Share of the transformer blocks' multiplications that is saved."""
         return self._share(HELD) + self._share(MERGED) * sum(group.saved for group in self.groups) / self._total
 
     @property
     def spent(self) -> float:
-        """Share of the transformer blocks' multiplications that merging itself costs."""
+        """Multiplications that merging itself costs, as a share of the transformer blocks' own."""
         return self._share(MERGED) * sum(group.spent for group in self.groups) / self._total
 
     def _share(self, kind: str) -> float:
@@ -103,20 +109,20 @@ class Plan:
 
     def _headline(self) -> str:
         merge, hold = self.techniques
-        told = []
+        parts = []
         if merge is not None:
             how = f"{merge.method} at ratio {merge.ratio:g}, once per {merge.sites}"
-            told.append(f"{how}, {len(self.merged_sites)} of {counted(len(self.sites), 'site')}")
+            parts.append(f"{how}, {len(self.merged_sites)} of {counted(len(self.sites), 'site')}")
             if merge.lora is not None:
-                told.append(f"healed by {merge.lora}")
+                parts.append(f"healed by {merge.lora}")
         if hold is not None:
             blocks = sum(len(run.blocks) for run in self.runs)
             noun = "stage" if any(run.stages for run in self.runs) else "block"
             among = "among " if any(run.generic for run in self.runs) else ""
             how = f"every {hold.every}" if hold.every is not None else f"within {hold.tolerance:g}"
             what = "the clean prediction" if any(run.whole for run in self.runs) else counted(blocks, noun)
-            told.append(f"hold {how}, {among}{what}")
-        return "; ".join(told) or "nothing is applied"
+            parts.append(f"hold {how}, {among}{what}")
+        return "; ".join(parts) or "nothing is applied"
 
     def _table(self) -> str:
         header = ["group", "blocks", "grid"]
@@ -124,16 +130,12 @@ class Plan:
         if self.techniques.merge is not None:
             header += ["merged", "tokens", "regions", "saved", "spent"]
             for row, group in zip(rows, self.groups, strict=True):
-                row += [
-                    str(group.merged_blocks),
-                    f"{group.tokens} -> {group.merged}",
-                    group.regions or "not merged",
-                ]
+                row += [str(group.merged_blocks), f"{group.tokens} -> {group.merged}", group.regions or "not merged"]
                 row += [f"{group.saved / self._total:.1%}", f"{group.spent / self._total:.1%}"]
         return table(header, rows)
 
     def _costs(self) -> list[str]:
-        """What steps there are, and what they save."""
+        """The kinds of steps, and what they save."""
         kinds = ", ".join(f"{self.steps[kind]} {kind}" for kind in (FULL, MERGED, HELD) if self.steps[kind])
         spent = f" and spends {self.spent:.1%}" if self.techniques.merge is not None else ""
         lines = [
@@ -141,9 +143,9 @@ class Plan:
             f"Multiplications in transformer blocks, by the paper's cost model: this saves {self.saved:.1%}{spent}.",
         ]
         if any(run.stages for run in self.runs):
-            lines.append("All other layers of the stages are held with them, and not counted.")
+            lines.append("The other layers of the stages are held too, but not counted.")
         if self.merged_sites and self.saved <= self.spent:
-            lines.append("By this count the model would be slower than plain; raise the ratio.")
+            lines.append("By this count, the model would be slower than plain; raise the ratio.")
         return lines
 
 
@@ -155,8 +157,11 @@ def make_plan(
     steps: int = 0,
     levels: Sequence[float] | None = None,
 ) -> Plan:
-    """The plan for a denoiser; with the call that an image of some size leads to, also its groups and costs. levels: of
-    noise to signal at every step, where a scheduler tells them."""
+    """The plan for a denoiser.
+
+    call: the call made for an image of some size; with it, the plan has groups and costs. levels: the ratio of noise to
+    signal at every step, if the scheduler gives them.
+    """
     merge, hold = techniques
     sites = merge_places(denoiser, family, merge) if merge is not None else ()
     lora = None
@@ -166,7 +171,7 @@ def make_plan(
     runs: tuple[HeldRun, ...] = ()
     if hold is not None and hold.acts:
         if hold.what == "auto":
-            raise ValueError("what Hold holds is not decided")
+            raise ValueError("resolve Hold's what='auto' before planning")
         runs = held_runs(denoiser, family, hold.what)
     timeline = timeline_of(merge if any(not site.skipped for site in sites) else None, hold)
     kinds = tuple(timeline.steps(steps, levels))
@@ -178,5 +183,5 @@ def make_plan(
 
 
 def timeline_of(merge: Merge | None, hold: Hold | None) -> Timeline:
-    """The timeline of techniques that act somewhere."""
+    """The timeline of these techniques. Give only those that act somewhere."""
     return Timeline(merge, hold, method_for(merge).RENEWS if merge is not None else DUE)

@@ -1,4 +1,4 @@
-"""Tables for people: plain text, and Markdown; and counts."""
+"""Tables as plain text or Markdown, and nouns with counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def counted(count: int, noun: str, several: str = "") -> str:
-    """So many of a noun, whose plural is `several` where it is not formed by an s."""
+    """A count and its noun: `1 step`, `2 steps`. several: the plural, if it does not just add an s."""
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
 
 

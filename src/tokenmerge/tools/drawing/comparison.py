@@ -13,7 +13,7 @@ from PIL import Image
 from ... import api
 from ...applying import token_maps
 from ...errors import TokenMergeError
-from ...planning import Drift, told_steps
+from ...planning import Drift, describe_steps
 from ...planning.drift import UNCALIBRATED
 from ...planning.tables import table
 from ...runtime.timeline import HELD, MERGED
@@ -182,7 +182,7 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
     lines = []
     for shot in shots:
         drift = shot.drift
-        guess = "" if shot.estimate is None else shot.estimate.told
+        guess = "" if shot.estimate is None else shot.estimate.short
         values = [f"{drift['mse']:.1f}", f"{drift['psnr']:.2f}", guess, f"{drift['ssim']:.3f}"] if drift else [""] * 4
         speed = f"{shot.speed_up:.2f}x" if drift else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in shot.kinds.items())
@@ -201,7 +201,7 @@ def saves_nothing(label: str, kinds: dict[str, int]) -> str | None:
     """What to say where a technique was applied, and no step was merged or held. kinds: of the steps of an image."""
     if not kinds or kinds.get(MERGED) or kinds.get(HELD):
         return None
-    return f"{label}: {told_steps(kinds)}"
+    return f"{label}: {describe_steps(kinds)}"
 
 
 def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
