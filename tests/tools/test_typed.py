@@ -99,7 +99,7 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("none + cache-dit:taylorseer=yes", "taylorseer: 'yes' is not a whole number, as in 3"),
         ("unipc:steps=4", "is written 'none + unipc:steps=4'"),
         ("toma + mag:treshold=1", "(did you mean 'threshold'?)"),
-        ("absent.yaml", "is not there"),
+        ("absent.yaml", "does not exist"),
     ],
 )
 def test_what_cannot_be_is_told_with_what_was_typed(text: str, words: str) -> None:

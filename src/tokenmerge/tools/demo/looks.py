@@ -57,7 +57,7 @@ def figures(pair: Pair) -> str:
         cells.append((metric.title, f"{shown}{unit}", metric.meaning))
     if fast.estimate is not None:
         cells.append(
-            ("estimated PSNR", f"{fast.estimate.told} dB", "Hold's own estimate, made without the plain picture")
+            ("estimated PSNR", f"{fast.estimate.short} dB", "Hold's own estimate, made without the plain picture")
         )
     if fast.tokens:
         cells.append(
