@@ -1,4 +1,4 @@
-"""One picture plain, merged, held and both: how long each takes, and how far it is from the plain one.
+"""Draw one picture plain, merged, held and with both, and compare times and drift.
 
     python examples/compare.py "a photo of an oxeye daisy" --size 512
 
@@ -20,7 +20,7 @@ from tokenmerge_models import models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt", nargs="?", default="a photo of a sunflower")
-parser.add_argument("--model", default=models()["tiny-sdxl"])
+parser.add_argument("--model", default=models()["tiny-sdxl"], help="folder or hub id")
 parser.add_argument("--size", type=int, default=256)
 parser.add_argument("--steps", type=int, default=28)
 parser.add_argument("--out", type=Path, default=Path("compare"), help="folder for the pictures")
@@ -43,7 +43,7 @@ def draw() -> tuple[Image.Image, float]:
     return image, time.perf_counter() - begin
 
 
-draw()  # warms up
+draw()  # warm-up
 plain, seconds = draw()
 plain.save(options.out / "plain.png")
 print(f"{'plain':7} {seconds:6.2f} s")

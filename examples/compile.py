@@ -1,8 +1,8 @@
-"""Compiled blocks, and on CUDA whole denoiser calls as CUDA graphs.
+"""Compile the blocks, and on CUDA replay whole denoiser calls as CUDA graphs.
 
     python examples/compile.py
 
-The first picture compiles, and with CUDA graphs records; the second shows the speed.
+The first picture compiles, and on CUDA records the graphs; the second shows the speed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from tokenmerge_models import models
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--prompt", default="a photo of a sunflower")
-parser.add_argument("--model", default=models()["tiny-sdxl"])
+parser.add_argument("--model", default=models()["tiny-sdxl"], help="folder or hub id")
 parser.add_argument("--size", type=int, default=256)
 parser.add_argument("--steps", type=int, default=28)
 parser.add_argument("--out", default="compile.png")
@@ -28,7 +28,7 @@ pipe = DiffusionPipeline.from_pretrained(options.model)
 pipe.to("cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
 
 tokenmerge.apply(pipe, Hold(every=3))
-tokenmerge.compile(pipe)  # graphs=False with CPU offload
+tokenmerge.compile(pipe)  # with CPU offload, pass graphs=False
 for number in range(2):
     begin = time.perf_counter()
     image = pipe(

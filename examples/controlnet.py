@@ -1,8 +1,8 @@
-"""A ControlNet: what it adds is merged around, or held with the blocks.
+"""Use a ControlNet together with Merge and Hold.
 
     python examples/controlnet.py --controlnet FOLDER_OR_HUB_ID --model FOLDER_OR_HUB_ID --hint edges.png
 
-The bundled models have no trained ControlNet. Without --controlnet this makes a fresh one, whose effect is nothing yet.
+The bundled models have no trained ControlNet. Without --controlnet this makes a new one, which has no effect yet.
 """
 
 import argparse
@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--controlnet", help="folder or hub id of a ControlNet for SDXL")
 parser.add_argument("--hint", help="picture for the ControlNet (default: grey)")
 parser.add_argument("--prompt", default="a photo of a sunflower")
-parser.add_argument("--model", default=models()["tiny-sdxl"])
+parser.add_argument("--model", default=models()["tiny-sdxl"], help="folder or hub id")
 parser.add_argument("--size", type=int, default=256)
 parser.add_argument("--steps", type=int, default=28)
 parser.add_argument("--out", default="controlnet.png")
@@ -30,7 +30,7 @@ base = DiffusionPipeline.from_pretrained(options.model)
 if options.controlnet:
     controlnet = ControlNetModel.from_pretrained(options.controlnet)
 else:
-    # The hint is halved once per channel count after the first, down to the size of the latent.
+    # Every channel count after the first halves the hint, down to the size of the latent.
     channels = (16, 32, 96, 256)[: base.vae_scale_factor.bit_length()]
     controlnet = ControlNetModel.from_unet(base.unet, conditioning_embedding_out_channels=channels)
 pipe = StableDiffusionXLControlNetPipeline.from_pipe(base, controlnet=controlnet).to(device)

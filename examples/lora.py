@@ -1,4 +1,4 @@
-"""A LoRA goes on before or after a technique, and comes off in any order.
+"""Load a LoRA while a technique is applied. Both can be added and removed in any order.
 
     python examples/lora.py --lora FOLDER_OR_HUB_ID --model FOLDER_OR_HUB_ID
 
@@ -18,7 +18,7 @@ from tokenmerge_models import models
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--lora", help="folder or hub id of a LoRA")
 parser.add_argument("--prompt", default="a photo of a sunflower")
-parser.add_argument("--model", default=models()["tiny-sdxl"])
+parser.add_argument("--model", default=models()["tiny-sdxl"], help="folder or hub id")
 parser.add_argument("--size", type=int, default=256)
 parser.add_argument("--steps", type=int, default=28)
 parser.add_argument("--out", default="lora.png")

@@ -17,7 +17,7 @@ TECHNIQUES = {"merge": Merge(ratio=0.5), "hold": Hold(every=3), "both": [Merge(r
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt", nargs="?", default="a photo of a sunflower")
 parser.add_argument("--technique", choices=TECHNIQUES, default="hold")
-parser.add_argument("--model", default=models()["tiny-flux"])
+parser.add_argument("--model", default=models()["tiny-flux"], help="folder or hub id")
 parser.add_argument("--size", type=int, default=256)
 parser.add_argument("--steps", type=int, default=28)
 parser.add_argument("--out", default="text_to_image.png")

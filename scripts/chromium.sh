@@ -1,23 +1,23 @@
 #!/bin/sh
-# Brings a browser for tests, without root: scripts/chromium.sh FOLDER makes FOLDER/chromium.
+# Installs a browser for the tests, without root: scripts/chromium.sh FOLDER makes FOLDER/chromium.
 #
-# It is npm's build of Chromium for machines without a desktop, which comes with the libraries and fonts that it needs.
+# It is npm's build of Chromium for machines without a desktop. It includes the libraries and fonts that it needs.
 set -eu
 folder=$1
 package=@sparticuz/chromium@153.0.0
 
 without() {
-    echo "$1: tests take the chromium or google-chrome of the system, if there is one." >&2
+    echo "$1: tests will use the system's chromium or google-chrome, if there is one." >&2
     exit 0
 }
 
 [ "$(uname -sm)" = "Linux x86_64" ] || without "$package is for Linux on x86-64"
-command -v npm > /dev/null || without "There is no npm to bring $package"
+command -v npm > /dev/null || without "npm, which installs $package, was not found"
 rm -rf "$folder"
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 cd "$folder"
-npm pack --silent "$package" > /dev/null || without "npm could not bring $package"
+npm pack --silent "$package" > /dev/null || without "npm could not download $package"
 tar xzf ./*.tgz
 node -e '
 const { readFileSync, writeFileSync } = require("fs"), { brotliDecompressSync } = require("zlib");
@@ -32,12 +32,12 @@ rm -r ./*.tgz ./*.tar package
 echo "<fontconfig><dir>$folder/fonts</dir><cachedir>$folder/cache</cachedir></fontconfig>" > fonts.conf
 cat > wrapper << END
 #!/bin/sh
-# Without a font, text has no width.
+# Without any font, text would have no width.
 [ -e /etc/fonts/fonts.conf ] || export FONTCONFIG_FILE="$folder/fonts.conf"
-# For this program alone: others have libraries of the same names.
+# For this program only: others use libraries of the same names.
 LD_LIBRARY_PATH="$folder/lib" exec "$folder/headless" "\$@"
 END
 chmod +x wrapper
 ./wrapper --version
-# Last: make takes it that all is there.
+# Last: for make, this file means that everything is there.
 mv wrapper chromium

@@ -1,7 +1,7 @@
-"""Writes what pages say of the code: options, the command line, and models, of which README has a table too.
+"""Writes the pages that are made from the code: options, the command line, and models, with README's table of models.
 
 python scripts/pages.py           # write docs/options.md, docs/command-line.md, docs/models.md, and README's table
-python scripts/pages.py --check   # say what is out of date, and fail
+python scripts/pages.py --check   # list what is out of date, and fail
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenmerge.tools.fields import changes
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-# Between these README has its table of models.
+# README's table of models lies between these comments.
 MODELS = re.compile(r"(<!-- models -->\n).*?(<!-- end of models -->)", re.DOTALL)
 MADE = "<!-- Written by scripts/pages.py from the code. Change the code, then run `make docs`. -->"
 # Words of help that look like an option, a placeholder or a typed technique.
@@ -39,8 +39,8 @@ def options_page() -> str:
 
 # Options
 
-`Merge` and `Hold` are frozen dataclasses. A wrong value raises `TokenMergeError` at once, an unknown field `TypeError`.
-`technique.replace(ratio=0.25)` is a copy with fields changed.
+`Merge` and `Hold` are frozen dataclasses. A wrong value raises `TokenMergeError`, an unknown field `TypeError`.
+`technique.replace(ratio=0.25)` returns a copy with fields changed.
 
 ## Merge
 
@@ -94,8 +94,8 @@ def _value(value: Any) -> str:
 def _presets() -> str:
     rows = []
     for name, technique in presets().items():
-        told = [f"`{field}={value!r}`" for field, value in changes(technique, type(technique)()).items()]
-        rows.append([f"`{name}`", f"`{type(technique).__name__}`", ", ".join(told)])
+        changed = [f"`{field}={value!r}`" for field, value in changes(technique, type(technique)()).items()]
+        rows.append([f"`{name}`", f"`{type(technique).__name__}`", ", ".join(changed)])
     return markdown(["preset", "technique", "fields that it sets"], rows)
 
 
@@ -129,7 +129,7 @@ Only `eval` and `generate` take [rivals](evaluation.md#rivals), the last two row
 
 
 def models_page() -> str:
-    """Every table of a family, and what is held without one."""
+    """Every family with a table, and what can be held without one."""
     images, videos = ([each for each in families() if (each.frames > 1) == video] for video in (False, True))
     obstacles = markdown(
         ["denoisers", "why they are not merged"],
@@ -153,20 +153,20 @@ Each class below has a table in `src/tokenmerge/families`, from which this page 
 
 - *Merge* names the preset that suits the family: `tokenmerge.apply(pipe, "dit")`. [Merging](merging.md) explains it.
 - *Hold* says what is held by default. [Holding](holding.md) explains it.
-- *Steps* are what these models are usually given. Of 4 steps little can be held: `summary` says so.
-- *Pipelines* are those in the tests. Others around the same denoiser, such as img2img or inpainting, call it alike.
+- *Steps* is the usual number for these models. Of 4 steps little can be held, and `summary` says so.
+- *Pipelines* are those in the tests. Others around the same denoiser, such as img2img or inpainting, call it the same
+  way.
 
 ## How they are tested
 
 Every pipeline above is built with tiny random weights and passes one contract. Pictures equal the plain ones bit for
 bit at ratio 0, at `every=1` and after `remove`. Rotary tables, masks and modulations follow their tokens. Batches,
 sizes, lengths of text and guidance may change from call to call. Blocks compile once. Random weights say nothing about
-how good pictures are. We measured that with trained weights, on `tiny-flux` and `tiny-sdxl` only
-([Fidelity](fidelity.md)).
+quality. We measured quality with trained weights, on `tiny-flux` and `tiny-sdxl` only ([Fidelity](fidelity.md)).
 
 ## Other denoisers
 
-A denoiser without a table can be held if it has lists of blocks of one class and is given a timestep.
+A denoiser without a table can be held if it has lists of blocks of one class and receives a timestep.
 The first call shows which blocks follow each other, and `summary` says what is held. Where something happens between
 all of them, as in Bria Fibo, the call is refused ([how it works](generic.md)). Without a table nothing is merged. These
 models cannot merge:
@@ -202,7 +202,7 @@ def readme() -> str:
 
 
 def _commands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Of every command its name, what it does in short, and its parser."""
+    """The name, short help and parser of every command."""
     for action in parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             yield from ((each.dest, each.help or "", action.choices[each.dest]) for each in action._choices_actions)
@@ -210,7 +210,7 @@ def _commands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
     actions = [each for each in command._actions if not isinstance(each, argparse._HelpAction)]
-    # What has no dashes is typed first.
+    # Positional arguments come first.
     actions.sort(key=lambda action: bool(action.option_strings))
     rows = [[_option(each), _help(each, command)] for each in actions]
     described = [_text(part) for part in (command.description or "").split("\n\n") if part]
@@ -232,7 +232,7 @@ def _help(action: argparse.Action, command: argparse.ArgumentParser) -> str:
 
 
 def _text(words: str) -> str:
-    """Help as Markdown: options as code, and nothing else taken for markup."""
+    """Help as Markdown: options become code, and everything else is escaped."""
     parts = " ".join(words.split()).split("`")
     for place in range(0, len(parts), 2):
         parts[place] = CODE.sub(r"`\1`", re.sub(r"([*<_])", r"\\\1", parts[place]))

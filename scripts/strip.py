@@ -1,8 +1,8 @@
-"""Draws README's strip: one picture plain, merged, held and both, with how its steps ran and how far it drifted.
+"""Draws README's strip: one picture plain, merged, held and with both, and the steps and drift of each.
 
     python scripts/strip.py    # writes docs/strip.jpg
 
-`tokenmerge generate` draws the same with times. This one has none: they would be those of whatever machine drew it.
+`tokenmerge generate` draws the same with times. The strip has none, since they depend on the machine that draws it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TITLES = {
 
 
 def panel(shot: Shot, title: str) -> Panel:
-    # Nothing counts the steps of the plain model.
+    # The steps of the plain model are not counted.
     kinds = shot.kinds or {"full": STEPS}
     steps = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     drift = f"; MSE {shot.drift['mse']:.0f}, SSIM {shot.drift['ssim']:.3f}" if shot.drift else ""
@@ -34,9 +34,9 @@ def panel(shot: Shot, title: str) -> Panel:
 
 def main() -> None:
     prompt = "a photo of an oxeye daisy"
-    asked = Comparison(model="tiny-sdxl", prompt=prompt, size=(512, 512), steps=STEPS, device="cpu")
+    comparison = Comparison(model="tiny-sdxl", prompt=prompt, size=(512, 512), steps=STEPS, device="cpu")
     configurations = read_configurations(list(TITLES)[1:])
-    (row,) = draw_rows(Studio(asked), asked, configurations)
+    (row,) = draw_rows(Studio(comparison), comparison, configurations)
     save_picture(strip([[panel(*each) for each in zip(row, TITLES.values(), strict=True)]], prompt), OUT)
 
 
