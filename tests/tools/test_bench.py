@@ -404,7 +404,7 @@ def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
         (["--settle", "-1"], "--settle: -1.0 is out of range; it must be 0 or more"),
         (["--settle", "inf"], "--settle: inf is out of range"),
         (["--batches", "1,0"], "--batches: 0 is out of range"),
-        (["--sizes", "70x70"], "70x70 pixels cannot be made; both sides must be multiples of 8, from 16"),
+        (["--sizes", "70x70"], "70x70 pixels cannot be drawn; both sides must be multiples of 8, from 16"),
         # A whole number of latents, but not of tokens.
         (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
         (["--sizes", "0x0"], "'0x0' is not a size; write width x height in pixels"),

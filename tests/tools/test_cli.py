@@ -169,7 +169,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
         ("flux", ["--techniques", "toma:components=cross_attention"], "no site"),
         ("flux", ["--techniques", "hold:what=stages"], "stages"),
         ("flux", ["--techniques", "best"], "unknown"),
-        ("flux", ["--techniques", "none + mag"], "plan knows techniques alone; leave out mag"),
+        ("flux", ["--techniques", "none + mag"], "plan cannot plan rivals; leave out mag"),
         ("flux", ["--steps", "0"], "--steps: 0 is out of range; it must be 1 or more"),
         ("flux", ["--size", "1024x4"], "larger size"),
         # Width first, as in all commands.
@@ -258,7 +258,7 @@ WRONG = {
     "--techniques hodl": "(did you mean 'hold'?)",
     "--techniques hold:every=0": "every is 0",
     "--ratios 0.5,x": "--ratios: '0.5,x' is not a list of numbers, as in 0.25,0.5",
-    "--techniques hold --ratios 0.5": "--ratios is for techniques that merge and give no ratio, and there is only hold",
+    "--techniques hold --ratios 0.5": "--ratios is for techniques that merge without a typed ratio, but there is only hold",
     "--threads 0": "--threads: 0 is out of range; it must be 1 or more",
     "--device cuda:77": "cannot be used",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
@@ -343,7 +343,7 @@ def test_two_dashes_end_the_options(
     assert run("generate", "--steps", "0", "--", "--a rose") == 2
     assert run("generate", "--steps", "0", "--", "--rose") == 2
     assert capsys.readouterr().err == 2 * (
-        "tokenmerge: --steps: 0 is out of range; it must be 1 or more (tokenmerge generate --help tells more)\n"
+        "tokenmerge: --steps: 0 is out of range; it must be 1 or more (see tokenmerge generate --help)\n"
     )
 
 
@@ -425,7 +425,7 @@ def test_an_unknown_model_is_told_alike_and_at_once(
     begin = time.monotonic()
     assert run(command, "--model", model, *options) == 2
     assert time.monotonic() - begin < 10
-    why = "no folder here has that name, and the hub cannot be reached for it"
+    why = "no folder here has that name, and the hub cannot be reached"
     way = "give a bundled name (tiny-flux, tiny-sdxl), a diffusers folder or a hub id"
     told = f"tokenmerge: model {model!r} is unknown{near}: {why}; {way}\n"
     assert capsys.readouterr().err.endswith(told)

@@ -27,7 +27,7 @@ def test_what_compiling_comes_to_on_a_device(device: str, way: str | None, found
 
 
 def test_graphs_alone_need_a_cuda_device() -> None:
-    with pytest.raises(TokenMergeError, match="needs a CUDA device, and this is cpu; use --compile blocks"):
+    with pytest.raises(TokenMergeError, match="needs a CUDA device, but this is cpu; use --compile blocks"):
         way_on(torch.device("cpu"), "graphs")
 
 

@@ -530,7 +530,7 @@ def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["demo", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be served at (Address already in use); give another" in capsys.readouterr().err
+    assert f"127.0.0.1:{port} is not available (Address already in use); give another" in capsys.readouterr().err
     assert main(["demo", "--port", "70000"]) == 2
     assert "--port: 70000 is out of range; it must be from 1 to 65535" in capsys.readouterr().err
 
@@ -547,9 +547,9 @@ def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: P
     weights.with_suffix(".bin").rename(weights)
     index = json.loads((folder / "model_index.json").read_text())
     refused: list[tuple[Any, str]] = [
-        ("MyPipeline", "is a MyPipeline, which is no pipeline of diffusers"),
+        ("MyPipeline", "is a MyPipeline, which is not a diffusers pipeline"),
         # As hub pipelines with code of their own have it, whatever they call their class.
-        (["code", "FluxPipeline"], "is a code.FluxPipeline, which is no pipeline of diffusers"),
+        (["code", "FluxPipeline"], "is a code.FluxPipeline, which is not a diffusers pipeline"),
         ("WanPipeline", "makes videos"),
     ]
     for name, words in refused:

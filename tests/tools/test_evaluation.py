@@ -310,7 +310,7 @@ def test_an_interrupted_evaluation_says_how_to_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenmerge", "eval", "--size", "64x64", "--steps", "1", "--device", "cpu"]
     command += ["--metrics", "mse", "--repeats", "0", "--out", str(tmp_path)]
     printed = interrupt(command, lambda: any(tmp_path.glob("images/none/*.png")))
-    assert "go on with --resume" in printed
+    assert "continue with --resume" in printed
 
 
 def test_what_was_begun_goes_on_only_as_it_was(finished: Path, networks: Path) -> None:
@@ -395,7 +395,7 @@ def test_an_evaluation_goes_on_with_every_kind_of_cache(networks: Path, tmp_path
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: bool) -> None:
-    told = f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n"
+    told = f"tokenmerge: {tmp_path / 'out'} holds nothing yet; starting from the beginning\n"
     Folder(tmp_path / "out").begin({"environment": {}}, resume=resume)
     assert capsys.readouterr().err == (told if resume else "")
     Folder(tmp_path / "out").begin({"environment": {}}, resume=True)
@@ -572,7 +572,7 @@ def test_calls_that_no_graph_replays_are_told(networks: Path, tmp_path: Path) ->
         replace(merged, timing={**merged.timing, "graphs": 0}),
     )
     (told,) = [note for note in table.notes(replace(results, rows=rows)) if "CUDA graph" in note]
-    assert "as they are, with tomesd: " in told
+    assert "could be recorded with tomesd" in told
 
 
 def write_photographs(folder: Path, seed: int) -> Path:
@@ -740,7 +740,7 @@ def test_a_prompt_file_that_is_not_there() -> None:
     [
         (["--techniques", "dit:levels=2"], "only one"),
         (["--techniques", "hold", "--ratios", "0.5"], "there is only hold"),
-        (["--seeds", "1,1"], "--seeds: '1,1' has a seed twice; give different ones"),
+        (["--seeds", "1,1"], "--seeds: '1,1' repeats a seed; give distinct ones"),
         (["--batch", "0"], "1 or more"),
         (["--reference-steps", "9", "--steps", "9"], "--reference-steps is 9; it must be more than the 9 steps"),
         (["--reference-steps", "-1"], "--reference-steps: -1 is out of range; it must be 0 or more"),
@@ -827,7 +827,7 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
     told = (tmp_path / "all" / "table.md").read_text()
     assert "hold + mag is refused: Hold and the mag cache both skip steps; leave one of them out." in told
     assert "dit + taylorseer is refused: a cache (taylorseer_cache) stores tensors inside of blocks" in told
-    assert "none + faster is refused: the faster cache takes every call for the next step" in told
+    assert "none + faster is refused: the faster cache takes each denoiser call for a new step" in told
     ratios = json.loads((tmp_path / "all" / "calibration.json").read_text())["mag_ratios"]
     assert len(ratios) == 6
 
@@ -1018,7 +1018,7 @@ def test_missing_networks_are_named_in_every_report(
     assert main([*arguments, "--json", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
-    assert "DINO is missing: no/dino cannot be had from the hub" in printed.err
+    assert "DINO is missing: no/dino cannot be loaded from the hub" in printed.err
     assert any(line.startswith("DINO") for line in result["missing"])
     # The same in words: told when it begins, and not again under the table.
     assert main([*arguments, "--resume", "--out", str(tmp_path / "out")]) == 0
@@ -1084,9 +1084,9 @@ def test_intervals_of_folders_are_those_of_the_evaluation_that_made_them(
     assert alone["intervals_over"] == "pictures"
     assert alone["metrics"]["mse"]["interval"] != pytest.approx(line["metrics"]["mse"]["interval"])
     assert main(arguments) == 0
-    assert "counts every picture as independent" in capsys.readouterr().out
+    assert "Every picture counts as independent" in capsys.readouterr().out
     assert main([*arguments, *prompts]) == 0
-    assert "takes the pictures of a prompt together" in capsys.readouterr().out
+    assert "All pictures of a prompt count as one sample" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("threads", ["0", "-1"])
@@ -1131,7 +1131,7 @@ def test_folders_that_cannot_be_compared(
     (tmp_path / "2.png").write_bytes(b"no picture")
     assert "cannot be read as a picture" in refusal(pairs[0], tmp_path)
     Image.new("RGB", (64, 49)).save(tmp_path / "1.jpg")
-    assert "have one name" in refusal(pairs[0], tmp_path)
+    assert "have the same name" in refusal(pairs[0], tmp_path)
     (tmp_path / "prompts.txt").write_text("one\n")
     assert main(["metrics", *map(str, pairs), "--prompts", str(tmp_path / "prompts.txt")]) == 2
     assert "1 prompt for 3 pictures" in capsys.readouterr().err

@@ -246,7 +246,7 @@ def test_its_lora_is_for_merge_and_for_the_pipeline(done: Path) -> None:
     loaded = {name: weight for name, weight in pipe.transformer.named_parameters() if ".lora_B." in name}
     assert loaded
     assert all(weight.abs().max() > 0 for weight in loaded.values())
-    with pytest.raises(TokenMergeError, match=r"healed for ratio=0\.5, and ratio=0\.25 is applied"):
+    with pytest.raises(TokenMergeError, match=r"healed for ratio=0\.5, but ratio=0\.25 is applied"):
         tokenmerge.apply(pipe, "dit", ratio=0.25, lora=done / LORA)
 
 

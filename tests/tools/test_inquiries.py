@@ -125,7 +125,7 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
             for name, option in (("fig4", "threads"), ("fig3", "steps"), ("fig4", "steps"), ("table4", "threads"))
             for given in ("0", "-1")
         ),
-        ("table4", ["--repeats", "0"], "--repeats is 0; table4 is about time and needs 1 or more"),
+        ("table4", ["--repeats", "0"], "--repeats is 0; table4 measures time and needs 1 or more"),
         ("table5", ["--batch", "0"], "--batch: 0 is out of range"),
     ],
 )

@@ -177,7 +177,7 @@ def test_lpips_equals_its_definition(
     first, second = (values.permute(2, 0, 1)[None].float() / 127.5 - 1 for values in (test, reference))
     assert distance(first, second).item() == pytest.approx(lpips_by_hand(tree, trunk, reference, test), rel=1e-4)
     assert distance(first, first).item() == 0
-    with pytest.raises(TokenMergeError, match="cannot see pictures of 6x1 pixels"):
+    with pytest.raises(TokenMergeError, match="cannot measure pictures of 6x1 pixels"):
         distance(first[..., :1, :6], first[..., :1, :6])
 
 

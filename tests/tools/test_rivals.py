@@ -135,7 +135,7 @@ def test_guidance_in_calls_of_its_own_is_cached_apart() -> None:
             studio.draw("a rose", (0,))
         assert ran["last"] == calls
         studio.restore()
-    with pytest.raises(TokenMergeError, match="one or two calls of the denoiser in a step, and FluxPipeline makes 3"):
+    with pytest.raises(TokenMergeError, match="one or two denoiser calls per step, but FluxPipeline makes 3"):
         read_rival("cache-dit").enabled(studio.pipe, Run(4, calls=3)).__enter__()
 
 
@@ -186,10 +186,13 @@ def test_a_flow_model_that_no_solver_can_shift_is_refused(monkeypatch: pytest.Mo
     studio.pipe.set_progress_bar_config(disable=True)
     own = studio.pipe.scheduler
     for changes, words in (
-        ({"use_dynamic_shifting": False}, "FluxPipeline cannot draw so with DPMSolverMultistepScheduler .*; leave out"),
+        (
+            {"use_dynamic_shifting": False},
+            "FluxPipeline cannot draw this with DPMSolverMultistepScheduler .*; leave out",
+        ),
         (
             {"time_shift_type": "linear"},
-            "shifts times exponentially, and the model's .* by 'linear'; leave out",
+            "shifts times exponentially, but the model's .* by 'linear'; leave out",
         ),
     ):
         studio.pipe.scheduler = type(own).from_config(own.config, **changes)
@@ -224,12 +227,12 @@ def test_schedules_draw_in_as_many_steps_as_they_say_beside_techniques_too() -> 
     ("model", "text", "words"),
     [
         ("tiny-flux", "none + deepcache", "DeepCache is for UNets (UNet2DConditionModel), and this is a Flux"),
-        ("tiny-sdxl", "none + cache-dit", "cache-dit is for transformers, and UNet2DConditionModel is a UNet; use"),
+        ("tiny-sdxl", "none + cache-dit", "cache-dit is for transformers, but UNet2DConditionModel is a UNet; use"),
         ("tiny-sdxl", "none + deepcache:branch=9", "branch is 9, and UNet2DConditionModel has branches from 0 to 8"),
         ("tiny-flux", "none + cache-dit:fn=5,bn=1", "6 of the 6 blocks of FluxTransformer2DModel in every step"),
         ("tiny-flux", "hold:every=3 + cache-dit", "Hold and the cache-dit cache both skip steps; leave one of them"),
         ("tiny-sdxl", "hold:every=3 + deepcache", "Hold and the deepcache cache both skip steps"),
-        ("tiny-flux", "none + steps:count=28", "the plain schedule has 28 steps too; ask for another count"),
+        ("tiny-flux", "none + steps:count=28", "the plain schedule has 28 steps too; use another count"),
         ("tiny-flux", "none + unipc:order=2", "schedule 'unipc' needs steps; write it as in unipc:steps=14"),
         ("tiny-flux", "none + unipc:steps=9,order=4", "order is 4; it must be from 1 to 3"),
         ("tiny-sdxl", "none + deepcache:inteval=2", "(did you mean 'interval'?)"),

@@ -284,14 +284,14 @@ def test_a_model_with_a_pipeline_of_its_own_is_told_before_anything_starts(
     index = json.loads((model / "model_index.json").read_text())
     (tmp_path / "own" / "model_index.json").write_text(json.dumps({**index, "_class_name": ["code", "OwnPipeline"]}))
     assert main(["serve", "--device", "cpu", "--model", str(tmp_path / "own"), "--port", str(free_port())]) == 2
-    assert "is a code.OwnPipeline, which is no pipeline of diffusers" in capsys.readouterr().err
+    assert "is a code.OwnPipeline, which is not a diffusers pipeline" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--device", "cpu", "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port} cannot be served at (Address already in use); give another" in capsys.readouterr().err
+    assert f"127.0.0.1:{port} is not available (Address already in use); give another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["ray", "ray.serve", "starlette.requests", "prometheus_client"])

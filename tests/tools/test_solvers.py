@@ -89,7 +89,7 @@ def test_a_scheduler_that_the_pipeline_cannot_use_is_refused_before_pictures(
     monkeypatch.setattr(studio, "load_pipeline", load)
     options = ["--scheduler", "dpm++", "--size", "64x64", "--steps", "3", "--device", "cpu", "--techniques", "hold"]
     assert main([command, *options, *(["--metrics", "mse"] if command == "eval" else [])]) == 2
-    assert "cannot draw so with DPMSolverMultistepScheduler (AssertionError); leave out" in capsys.readouterr().err
+    assert "cannot draw this with DPMSolverMultistepScheduler (AssertionError); leave out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -199,7 +199,7 @@ def test_a_search_whose_rivals_are_behind_says_so() -> None:
     rung = report.Rung(next(shares(["a"], [1], 0)), point(1, 0), (ours,), None, {})
     outcome = report.Outcome(Budget(MSE, 10), (rung,), (rung,), "", rivals=(slower, faster))
     assert outcome.ahead == []
-    assert outcome.rival_notes() == ["No rival that was measured meets the goal better."]
+    assert outcome.rival_notes() == ["No measured rival meets the goal better."]
     assert replace(outcome, goal=Budget(MSE, 11)).ahead == [faster]
     # Where nothing of ours meets the goal, whatever does is ahead.
     assert replace(outcome, goal=Budget(MSE, 9)).ahead == [slower]
@@ -226,9 +226,9 @@ def test_what_is_typed_stays_as_it_is(family: Family) -> None:
     [
         ((), ALWAYS - 1, f"--candidates is 5; it must be from {ALWAYS}, which are always tried, to 1000"),
         ((), 1001, "--candidates is 1001"),
-        (("hold:every=3",), 900, "different ones exist; ask for fewer, or leave fields of --techniques open"),
+        (("hold:every=3",), 900, "different ones exist; ask for fewer, or leave more fields of --techniques open"),
         (("none",), 10, "'none' holds no technique"),
-        (("none + mag",), 10, "tune searches techniques alone; leave out mag, or name it with --rivals"),
+        (("none + mag",), 10, "tune searches only techniques; leave out mag, or name it with --rivals"),
     ],
 )
 def test_candidates_that_cannot_be(typed: tuple[str, ...], count: int, words: str) -> None:
@@ -460,8 +460,8 @@ def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
     copy_of_times(finished, tmp_path)
     command = [sys.executable, "-m", "tokenmerge", *COMMAND, "--budget", "mse=1e5", "--resume", "--out", str(tmp_path)]
     printed = interrupt(command, lambda: any(tmp_path.glob("rungs/1/images/dit*/*.png")))
-    assert f"tokenmerge: what was made is kept in {tmp_path}; go on with --resume\n" in printed
-    assert "begins anew" not in printed
+    assert f"tokenmerge: finished files are kept in {tmp_path}; continue with --resume\n" in printed
+    assert "holds nothing yet" not in printed
     for last in ("rungs/2/images/*_*/*.png", "rungs/held-out-1/images/none/*.png"):
         child = SERVER.Process(target=work, args=(tmp_path, last))
         child.start()
@@ -500,9 +500,9 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert not found["reached"]
-    assert "begins anew" not in printed.err
+    assert "holds nothing yet" not in printed.err
     error = printed.err.splitlines()[-1]
-    assert "nothing that was tried has a speed-up of 50x or more" in error
+    assert "no candidate has a speed-up of 50x or more" in error
     assert found["chosen"]["label"] == max(found["rungs"][-1]["points"], key=lambda one: one["speed_up"])["label"]
     assert found["chosen"]["label"] in error
     assert not (tmp_path / "preset.yaml").exists()
@@ -534,9 +534,9 @@ def test_a_goal_out_of_reach_is_told_with_the_nearest(
         (["--budget", "mse=9", "--model", "absent"], "model 'absent' is unknown"),
         (["--budget", "mse=9", "--prompts", "absent.txt"], "cannot be read"),
         (["--budget", "mse=9", "--size", "70x70"], "multiples of"),
-        (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches techniques alone"),
+        (["--budget", "mse=9", "--techniques", "none + mag"], "tune searches only techniques"),
         (["--budget", "mse=9", "--rivals", "deepcache"], "'deepcache' is refused: DeepCache is for UNets"),
-        (["--budget", "mse=9", "--rivals", "hold"], "'hold' is no rival; use first-block, mag"),
+        (["--budget", "mse=9", "--rivals", "hold"], "'hold' is not a rival; use first-block, mag"),
         (["--budget", "mse=9", "--batch", "0"], "--batch: 0 is out of range"),
     ],
 )
@@ -560,7 +560,7 @@ def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     options = ["--budget", "mse=9", "--size", "16x16", "--techniques", "toma-tile:levels=9", "--candidates", "2"]
     options += ["--rungs", "1", "--resume", "--out", str(tmp_path / "out")]
     assert main(["tune", "--device", "cpu", *options]) == 2
-    assert f"tokenmerge: {tmp_path / 'out'} holds nothing yet: begins anew\n" in capsys.readouterr().err
+    assert f"tokenmerge: {tmp_path / 'out'} holds nothing yet; starting from the beginning\n" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,7 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
     )
     changed = read_typed(f"{both}:ratio=0.25,every=5").configuration
     assert changed.techniques == Techniques(Merge(ratio=0.25), Hold(every=5))
-    with pytest.raises(
-        TokenMergeError, match="start is a field of both techniques in the file; write it into the file"
-    ):
+    with pytest.raises(TokenMergeError, match="both techniques in the file have a field start; change it in the file"):
         read_typed(f"{both}:start=0.5")
     with pytest.raises(TokenMergeError, match="Hold was given twice"):
         read_typed(f"{both} + hold")
@@ -88,16 +86,16 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("unet:levels=a,b", "levels: 'a,b' is not a list of whole numbers"),
         ("toma:ratio=0.5,ratio=0.6", "gives ratio twice"),
         ("toma + unet", "Merge was given twice"),
-        ("none + hold", "goes with a step cache or a schedule only"),
+        ("none + hold", "combines with a step cache or schedule only"),
         ("none:ratio=0.5", "'none' is the plain model and has no fields"),
-        ("mag", "is written 'none + mag'"),
+        ("mag", "the plain model beside it: 'none + mag'"),
         ("toma + mag + first-block", "two step caches, mag and first-block"),
         ("none + steps:count=3 + unipc:steps=4", "two schedules, steps:count=3 and unipc:steps=4"),
         ("none + mag + steps:count=3", "mag is calibrated on the plain schedule; leave out steps"),
         ("none + steps", "schedule 'steps' needs count; write it as in steps:count=14"),
         ("none + dpm++:steps=0", "schedule 'dpm++': steps is 0; it must be 1 or more"),
         ("none + cache-dit:taylorseer=yes", "taylorseer: 'yes' is not a whole number, as in 3"),
-        ("unipc:steps=4", "is written 'none + unipc:steps=4'"),
+        ("unipc:steps=4", "the plain model beside it: 'none + unipc:steps=4'"),
         ("toma + mag:treshold=1", "(did you mean 'threshold'?)"),
         ("absent.yaml", "does not exist"),
     ],
@@ -176,7 +174,7 @@ def test_ratios_are_for_what_merges_and_gives_none() -> None:
 
 @pytest.mark.parametrize("typed", [["hold"], ["none"], ["none + mag", "hold:every=5"], ["toma:ratio=0.5"]])
 def test_ratios_that_nothing_takes_are_refused(typed: list[str]) -> None:
-    with pytest.raises(TokenMergeError, match="--ratios is for techniques that merge and give no ratio"):
+    with pytest.raises(TokenMergeError, match="--ratios is for techniques that merge without a typed ratio"):
         read_configurations(typed, (0.5,))
 
 

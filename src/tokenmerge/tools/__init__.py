@@ -1,1 +1,1 @@
-"""What people run: commands, drawing, a page, a server, benchmarks, evaluation, tuning, healing, the paper's tables."""
+"""What people run: commands, drawing, the demo page, the server, benchmarks, evaluation, tuning, healing, the paper."""

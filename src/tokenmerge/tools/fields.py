@@ -1,4 +1,4 @@
-"""Values as people type them: numbers, lists, sizes, and fields after a colon."""
+"""Typed values: numbers, lists, sizes, and fields after a colon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from ..config import LARGEST_SEED
 from ..errors import TokenMergeError
 
-# In words, with an example: of one value, and of a list.
+# How error messages name each type: one value, and a list.
 _NUMBERS = {
     int: ("a whole number, as in 3", "a list of whole numbers, as in 0,1,2"),
     float: ("a number, as in 0.5", "a list of numbers, as in 0.25,0.5"),
@@ -21,11 +21,11 @@ _NUMBERS = {
 
 
 class Unreadable(ArgumentTypeError, ValueError):
-    """A text that is not of its type. argparse shows its message; of other errors it shows the name of a function."""
+    """A text that is no value of its type. argparse prints this message; other errors would print a function's name."""
 
 
 def parse_as(hint: Any) -> Callable[[str], Any]:
-    """A parser for values of a type: `int`, `float`, `str`, `bool`, tuples of them, separated by commas, and unions."""
+    """A parser for values of a type: `int`, `float`, `str`, `bool`, unions, and tuples separated by commas."""
     choices = list(get_args(hint)) if get_origin(hint) in (UnionType, Union) else [hint]
     if NoneType in choices:
         choices.remove(NoneType)
@@ -41,8 +41,10 @@ def parse_as(hint: Any) -> Callable[[str], Any]:
 
 
 def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]]:
-    """What a text begins with, and the fields after its colon as they were typed. What has no = belongs to the field
-    before it. kind, example: for errors."""
+    """The head of a text, and the fields after its colon as typed. A part without = continues the field before it.
+
+    kind, example: what error messages call the text, and how to write one.
+    """
     match = re.fullmatch(r"(.+?)\s*(?::\s*(\w+=.*))?", text.strip())
     if not match:
         raise TokenMergeError(f"a {kind} is empty; write it as in {example}")
@@ -61,7 +63,7 @@ def read_fields(text: str, kind: str, example: str) -> tuple[str, dict[str, str]
 
 
 def write_value(value: Any) -> str:
-    """A value as `parse_as` reads it."""
+    """A value in the form that `parse_as` reads."""
     if isinstance(value, tuple):
         return ",".join(map(write_value, value))
     if value is None or isinstance(value, bool):
@@ -70,18 +72,18 @@ def write_value(value: Any) -> str:
 
 
 def changes(value: Any, base: Any) -> dict[str, Any]:
-    """The fields of a dataclass in which it differs from another of its kind."""
+    """The fields in which a dataclass instance differs from `base`, an instance of the same class."""
     values = {item.name: getattr(value, item.name) for item in fields(value)}
     return {name: each for name, each in values.items() if each != getattr(base, name)}
 
 
 def differing(value: Any, base: Any) -> dict[str, str]:
-    """The same as they are typed."""
+    """These fields in the form that people type."""
     return {name: write_value(each) for name, each in changes(value, base).items()}
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Width and height, written as in 512x384."""
+    """Width and height from a text such as 512x384."""
     match = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", text.strip())
     if not match:
         raise Unreadable(f"{text!r} is not a size; write width x height in pixels, as in 512x384")
@@ -94,15 +96,22 @@ def parse_sizes(text: str) -> tuple[tuple[int, int], ...]:
 
 def whole(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
     """A parser for whole numbers within bounds."""
-    told = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-    return lambda text: _bounded(_number(text, int), lambda value: least <= value <= most, told)
+    bounds = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+    return lambda text: _bounded(_number(text, int), lambda value: least <= value <= most, bounds)
 
 
 def real(*, least: float = -math.inf, above: float = -math.inf) -> Callable[[str], float]:
-    """A parser for finite numbers from `least`, or above a bound."""
-    told = f"above {above:g}" if above > -math.inf else f"{least:g} or more" if least > -math.inf else "a finite number"
-    # NaN fails the comparison too.
-    return lambda text: _bounded(_number(text, float), lambda value: least <= value < math.inf and value > above, told)
+    """A parser for finite numbers: at least `least`, and greater than `above`."""
+    if above > -math.inf:
+        bounds = f"above {above:g}"
+    else:
+        bounds = f"{least:g} or more" if least > -math.inf else "a finite number"
+
+    def is_within(value: float) -> bool:
+        # False for NaN.
+        return least <= value < math.inf and value > above
+
+    return lambda text: _bounded(_number(text, float), is_within, bounds)
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
@@ -110,24 +119,24 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def parse_budget(text: str) -> tuple[str | None, float]:
-    """A drift as in `lpips=0.1`, or `0.1` of a metric that is named elsewhere."""
-    named, _, value = text.rpartition("=")
-    return named or None, real(above=0)(value)
+    """A metric and a drift from a text such as `lpips=0.1`, or `0.1` if the metric is named elsewhere."""
+    metric, _, value = text.rpartition("=")
+    return metric or None, real(above=0)(value)
 
 
 parse_seed = whole(0, LARGEST_SEED)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Different seeds, separated by commas."""
+    """Distinct seeds, separated by commas."""
     seeds = tuple(map(parse_seed, text.split(",")))
     if len(set(seeds)) < len(seeds):
-        raise Unreadable(f"{text!r} has a seed twice; give different ones, as in 0,1,2")
+        raise Unreadable(f"{text!r} repeats a seed; give distinct ones, as in 0,1,2")
     return seeds
 
 
 def check_seeds(*seeds: int) -> None:
-    """Refuse what a generator does not take."""
+    """Refuse seeds that torch generators do not accept."""
     for seed in seeds:
         if not 0 <= seed <= LARGEST_SEED:
             raise TokenMergeError(f"seed {seed} is out of range; seeds are from 0 to {LARGEST_SEED}")
@@ -140,15 +149,15 @@ def _tuple_parser(item: Any, *others: Any) -> Callable[[str], tuple[Any, ...]]:
         except ValueError as error:
             raise Unreadable(f"{text!r} is not {_NUMBERS[item][1]}") from error
         if others != (...,) and len(parts) != 1 + len(others):
-            raise Unreadable(f"{text!r} has {len(parts)}, and {1 + len(others)} values are needed")
+            raise Unreadable(f"{1 + len(others)} values are needed, but {text!r} has {len(parts)}")
         return parts
 
     return parse
 
 
-def _bounded(value: Any, is_within: Callable[[Any], bool], told: str) -> Any:
+def _bounded(value: Any, is_within: Callable[[Any], bool], bounds: str) -> Any:
     if not is_within(value):
-        raise Unreadable(f"{value} is out of range; it must be {told}")
+        raise Unreadable(f"{value} is out of range; it must be {bounds}")
     return value
 
 
@@ -161,5 +170,5 @@ def _number(text: str, kind: type) -> Any:
 
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
-        raise Unreadable(f"{text!r} is not understood; write true or false")
+        raise Unreadable(f"{text!r} is neither true nor false")
     return text == "true"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the process or the machine dies; and JSON for all readers."""
+"""Files that are written whole or not at all, even if the process or the machine dies; and JSON for every reader."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, BinaryIO
 
 from ..errors import TokenMergeError
 
-# Leftovers of a killed process end so; they are never read.
+# The ending of unfinished files. A killed process may leave some; nobody reads them.
 PARTIAL = ".partial"
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write `path` through `write`, under another name until all of it is on the disk."""
-    # The number of the process keeps two that write the same file apart.
+    """Write `path` through `write`, under a temporary name until everything is on the disk."""
+    # The process id separates two processes that write the same file.
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before there is anything to write. What it holds is left alone."""
+    """Refuse a file that could not be written, before there is anything to write. Its content stays."""
     if path.is_dir():
         raise _refusal(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
     probe = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
@@ -49,7 +49,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a file in the place of a folder that is to be written to."""
+    """Refuse an output folder whose path is a file."""
     if path.exists() and not path.is_dir():
         raise TokenMergeError(f"{path} is a file, not a folder; give another --out")
 
@@ -74,24 +74,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The same for files of the same content."""
+    """A short hash of a file's content."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); mend it, or leave it out") from error
+        raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); fix it, or leave it out") from error
     return digest.hexdigest()[:16]
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: infinities, which it has no numbers for, as texts."""
+    """JSON that every reader accepts: infinities and NaN, which standard JSON lacks, are strings."""
     return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:
-    """The same with infinities and NaN as texts: "inf", "-inf", "nan"."""
+    """`value` with infinities and NaN as strings: "inf", "-inf", "nan"."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Models by name: bundled ones, folders and hub ids; whole pipelines, or outlines from their config files alone."""
+"""Models by name (bundled, folder or hub id): whole pipelines, or outlines from their config files alone."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..planning.plan import Plan
 from .random_models import RANDOM_MODELS
 
 _PARTS = ("unet", "transformer")
-# What only paths of folders begin with.
+# Only paths begin like this, never hub ids.
 _PATHS = ("./", "../", "~")
-# The models of the distribution tokenmerge-models, also where that is not installed.
+# The models in the package tokenmerge-models, whether it is installed or not.
 BUNDLED = ("tiny-flux", "tiny-sdxl")
 _BUNDLE = "tokenmerge_models"
-# Beside a model's weights: how its pipeline wants to be called.
+# A file beside a model's weights: how to call its pipeline.
 _CALL_FILE = "tokenmerge.json"
-# What an outline is made from.
+# The files that an outline needs.
 _CONFIG_FILES = ("model_index.json", "config.json", "vae/config.json", *(f"{part}/config.json" for part in _PARTS))
-# Latents to a side where no config says how many, as in Flux's pipelines.
+# Latents along a side, where no config says. Flux's pipelines use the same.
 _LATENTS = 128
 
 
 @dataclass(frozen=True)
 class CallDefaults:
-    """How a model's pipeline is best called; what is not known is left to the pipeline."""
+    """How a model's pipeline is best called. The pipeline decides what is not known."""
 
     call: dict[str, Any] = field(default_factory=dict)
     guidance_argument: str = "guidance_scale"
@@ -50,14 +50,14 @@ class CallDefaults:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model from its config files alone: enough to check what is asked for before weights are loaded."""
+    """A model from its config files alone: enough to check a request before weights are loaded."""
 
     model: str
     denoiser: nn.Module  # on the meta device
-    decoder_scale: int | None = None  # pixels to a latent, if its decoder says so
-    decoder_frames: int | None = None  # frames to a latent
+    decoder_scale: int | None = None  # pixels along a side of a latent, if its decoder says so
+    decoder_frames: int | None = None  # frames per latent, likewise
     defaults: CallDefaults = field(default_factory=CallDefaults)
-    pipeline: str | None = None  # the name of its class, behind its module if that lies beside it; None of a denoiser
+    pipeline: str | None = None  # name of the pipeline class, as module.class if its code lies beside the model
 
     @cached_property
     def family(self) -> Family:
@@ -70,12 +70,12 @@ class Outline:
 
     @property
     def frame_scale(self) -> int:
-        """Frames of a latent."""
+        """Frames per latent."""
         return self.decoder_frames or self.family.scales[1]
 
     @property
     def own_size(self) -> tuple[int, int]:
-        """Width and height in pixels that it was made for."""
+        """Width and height in pixels that the model was made for."""
         if self.defaults.size:
             return self.defaults.size[0], self.defaults.size[1]
         side = int(self.denoiser.config.get("sample_size", _LATENTS)) * self.scale  # type: ignore[union-attr, operator]
@@ -83,35 +83,35 @@ class Outline:
 
     @property
     def pipeline_class(self) -> type | None:
-        """The class of its pipeline, if diffusers has it."""
+        """The class of its pipeline, if diffusers has one."""
         _quieten_transformers()
         return getattr(diffusers, self.pipeline, None) if self.pipeline else None
 
     def drawing_class(self) -> type:
-        """The same; an error if there is none."""
+        """The class of its pipeline; an error if diffusers has none."""
         found = self.pipeline_class
         if found is None:
             raise TokenMergeError(
-                f"{self.model!r} is a {self.pipeline or 'bare denoiser'}, which is no pipeline of diffusers, and code "
-                "beside a model does not run here; give another model"
+                f"{self.model!r} is a {self.pipeline or 'bare denoiser'}, which is not a diffusers pipeline, and code "
+                "beside a model never runs here; give another model"
             )
         return found
 
     def example(
         self, denoiser: nn.Module, batch: int, width: int, height: int, frames: int | None = None
     ) -> dict[str, Any]:
-        """Random arguments of a call of its denoiser, once loaded, for pictures or videos of a size in pixels."""
+        """Random arguments for a call of the loaded denoiser. Sizes are in pixels."""
         latents = latent_frames(self.family, frames, self.frame_scale)
         return self.family.example(denoiser, batch, height // self.scale, width // self.scale, latents)
 
     def plan(self, techniques: Techniques, width: int, height: int, *, steps: int, frames: int | None = None) -> Plan:
-        """What techniques would do to it at a size in pixels."""
+        """What techniques would do to the model at a size in pixels."""
         scales = {"vae_scale_factor": self.scale, "vae_scale_factor_temporal": self.frame_scale}
         return plan(self.denoiser, techniques, height=height, width=width, frames=frames, steps=steps, **scales)
 
     @property
     def unit(self) -> int:
-        """Pixels that sides of its pictures are multiples of."""
+        """Sides of its pictures must be multiples of this many pixels."""
         return self.family.calls.unit(self.denoiser, self.scale)
 
     @property
@@ -119,19 +119,18 @@ class Outline:
         return max(4 * self.scale, self.unit)
 
     def check_size(self, width: int, height: int) -> None:
-        """Refuse pictures whose sides a pipeline would refuse or change, or that have too few tokens for any to
-        merge."""
+        """Refuse sizes that the pipeline would refuse or change, or that have too few tokens to merge."""
         unit, least = self.unit, self.least_side
         if min(width, height) < least or width % unit or height % unit:
             near = "x".join(str(max(least, round(side / unit) * unit)) for side in (width, height))
             raise TokenMergeError(
-                f"{width}x{height} pixels cannot be made; both sides must be multiples of {unit}, from {least}: "
+                f"{width}x{height} pixels cannot be drawn; both sides must be multiples of {unit}, from {least}: "
                 f"try {near}"
             )
 
 
 def best_device(name: str | None) -> torch.device:
-    """A device by name, or the best there is."""
+    """The device with this name, or the best one available."""
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name or best)
@@ -142,12 +141,12 @@ def best_device(name: str | None) -> torch.device:
 
 
 def dtype_on(device: torch.device, asked: str | None) -> str:
-    """The name of the dtype to work in: as asked, or the usual one of the device."""
+    """The dtype to work in: the one asked for, or the usual one of the device."""
     return asked or ("float32" if device.type == "cpu" else "bfloat16")
 
 
 def outline(model: str) -> Outline:
-    """A model, or one of `RANDOM_MODELS`, without weights."""
+    """The outline of a model, or of one of `RANDOM_MODELS`."""
     if model in RANDOM_MODELS:
         known = RANDOM_MODELS[model]
         with torch.device("meta"):
@@ -173,7 +172,7 @@ def outline(model: str) -> Outline:
 
 
 def _pipeline(index: dict[str, Any]) -> str | None:
-    """The name of a pipeline's class. One with code beside the model is a list: a module, and a class in it."""
+    """The name of the pipeline class. If its code lies beside the model, the index holds a list: module, class."""
     name = index.get("_class_name")
     return ".".join(map(str, name)) if isinstance(name, list) else name
 
@@ -181,18 +180,18 @@ def _pipeline(index: dict[str, Any]) -> str | None:
 def load_pipeline(
     model: str, dtype: torch.dtype, device: torch.device, safetensors: bool = False
 ) -> tuple[Any, CallDefaults]:
-    """A pipeline by bundled name, folder or hub id, and how to call it.
+    """A pipeline by bundled name, folder or hub id, and how to call it. Code beside a model never runs.
 
-    safetensors: refuse weights in other formats, which may hold code. Code beside a model never runs.
+    safetensors: refuse weights in other formats, which may hold code.
     """
     _quieten_transformers()
     place = _place(model)
     if not Path(place).is_dir():
-        # Asked first, since what diffusers tells of names that nobody has is long.
+        # Ask first: diffusers' error for an unknown name is long.
         _from_hub(model, ("model_index.json",))
     try:
         with warnings.catch_warnings():
-            # Newer versions prefer another name for it, which older ones ignore.
+            # Newer versions prefer another name for torch_dtype, but older ones ignore that name.
             warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
             pipe = diffusers.DiffusionPipeline.from_pretrained(
                 place, torch_dtype=dtype, use_safetensors=safetensors or None
@@ -203,28 +202,28 @@ def load_pipeline(
 
 
 def image_to_image(pipe: Any) -> Any:
-    """The pipeline of the same parts that begins with pictures."""
+    """The image-to-image pipeline with the same parts."""
     try:
         return diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
     except ValueError as error:
         raise TokenMergeError(
-            f"{type(pipe).__name__} has no image-to-image pipeline beside it, which gives its denoiser noised "
-            "pictures; use a model that has one, such as those of SD, SDXL, SD3 and Flux"
+            f"{type(pipe).__name__} has no image-to-image pipeline, which we need to pass noised pictures to its "
+            "denoiser; use a model that has one, such as SD, SDXL, SD3 or Flux"
         ) from error
 
 
 def is_bundled(model: str) -> bool:
-    """Whether a name stands for one of the models that the project distributes."""
+    """Whether a name stands for an installed bundled model."""
     return model in BUNDLED and find_spec(_BUNDLE) is not None
 
 
 def name_of(model: str) -> str:
-    """What strangers see of a model: of a folder its name, not where it lies."""
+    """The name of a model for strangers. Of a folder they see the name, but not the path."""
     return Path(model).absolute().name if _is_folder(model) else model
 
 
 def whole_path(model: str) -> str:
-    """A folder by its whole path, for programs that run elsewhere; a bundled name or a hub id as it is."""
+    """A folder as an absolute path, for programs that run elsewhere; a bundled name or hub id unchanged."""
     return str(Path(model).resolve()) if _is_folder(model) else model
 
 
@@ -235,7 +234,7 @@ def load_denoiser(model: str, dtype: str | None, device: torch.device) -> nn.Mod
         return denoiser_of(pipe).eval()
     config, usual = RANDOM_MODELS[model].config, RANDOM_MODELS[model].dtype
     before = torch.get_default_dtype()
-    # Weights in their own dtype from the start: twice the size would not fit everywhere.
+    # Create weights in their own dtype: in float32 they may not fit.
     torch.set_default_dtype(getattr(torch, dtype or usual))
     try:
         with device, torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -249,7 +248,7 @@ _WAY_OUT = f"give a bundled name ({', '.join(BUNDLED)}), a diffusers folder or a
 
 
 def _place(model: str) -> str:
-    """The folder of a bundled model, or what was given."""
+    """The folder of a bundled model; any other name unchanged."""
     if model not in BUNDLED or _is_folder(model):
         return model
     if not is_bundled(model):
@@ -262,12 +261,12 @@ def _place(model: str) -> str:
 
 
 def _is_folder(model: str) -> bool:
-    """Whether a name stands for a folder. Installed models go before folders of their names."""
+    """Whether a name stands for a folder. An installed bundled model goes before a folder of its name."""
     return Path(model).is_dir() and not is_bundled(model)
 
 
 def _quieten_transformers() -> None:
-    """Its advice on packages for images is not about these pipelines."""
+    """Silence transformers' advice on image packages, which these pipelines do not need."""
     try:
         from transformers.utils import logging
     except ImportError as error:
@@ -288,12 +287,12 @@ def _from_config(config: dict[str, Any], model: str) -> nn.Module:
     name = str(config.get("_class_name"))
     near = did_you_mean(name, [family.denoiser.__name__ for family in families()])
     raise TokenMergeError(
-        f"{model!r} has a {name}, which has no table{near}; tokenmerge.supported_models() lists those that have one"
+        f"{model!r} has a {name}, which has no table{near}; tokenmerge.supported_models() lists those with one"
     )
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """A JSON file of a folder; None if it is not there."""
+    """A JSON file in a folder; None if it is missing."""
     path = folder / name
     if not path.is_file():
         return None
@@ -302,18 +301,17 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _from_hub(model: str, files: Sequence[str]) -> Path:
-    """The folder of a model in the hub's cache, with those of `files` that it has, fetched if need be."""
+    """The folder of a model in the hub's cache, with those of `files` that exist. Downloads what is missing."""
     if Path(model).is_absolute() or model.startswith(_PATHS):
-        # No hub id is written so.
         raise TokenMergeError(f"there is no folder {model}; {_WAY_OUT}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        # Unlike the download of single files it tries once: a hub that cannot be reached is told of at once.
+        # Unlike downloads of single files, this fails at once where the hub cannot be reached.
         return Path(snapshot_download(model, allow_patterns=list(files)))
     except LocalEntryNotFoundError as error:
-        raise _unknown(model, "the hub cannot be reached for it") from error
+        raise _unknown(model, "the hub cannot be reached") from error
     except (HFValidationError, HfHubHTTPError) as error:
         raise _unknown(model, "the hub has no model of that name that you may read") from error
 

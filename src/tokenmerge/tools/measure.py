@@ -1,4 +1,4 @@
-"""Time, memory and operations of what runs on any device, and a record of where it was measured."""
+"""Time, memory and operations on any device, and a record of where they were measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("tokenmerge", "torch", "diffusers", "transformers", "triton", "tome
 
 
 def timed(function: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """The result and the seconds it took, work queued on the device included."""
+    """The result of a function and its seconds, including work that it queued on the device."""
     _wait(device)
     start = time.perf_counter()
     result = function()
@@ -32,18 +32,18 @@ def timed(function: Callable[[], Result], device: torch.device) -> tuple[Result,
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Begin `peak_memory` anew."""
+    """Reset `peak_memory`."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes of the device's memory in use at once since `forget_peak_memory`; None where it cannot be known."""
+    """Most bytes of device memory in use since `forget_peak_memory`; None where this cannot be measured."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 class Stopwatch:
-    """Times calls that follow each other without waiting for the device in between, as a denoising loop makes them."""
+    """Times successive calls without waiting for the device between them, as in a denoising loop."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -56,7 +56,7 @@ class Stopwatch:
         self.stop()
 
     def start(self) -> None:
-        """Begin a lap; one that was begun and never ended is dropped."""
+        """Begin a lap. A lap that was begun before and never ended is dropped."""
         self._start = self._now()
 
     def stop(self) -> None:
@@ -67,20 +67,20 @@ class Stopwatch:
 
     @property
     def laps(self) -> int:
-        """How many there were so far."""
+        """How many laps have ended."""
         return len(self._laps)
 
     def _now(self) -> torch.cuda.Event | float:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            # Not on the current device, which need not be this.
+            # The current device may be another one.
             event.record(torch.cuda.current_stream(self._device))
             return event
         _wait(self._device)
         return time.perf_counter()
 
     def milliseconds(self) -> list[float]:
-        """Of every lap so far."""
+        """The time of every lap."""
         _wait(self._device)
         return [
             start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else (end - start) * 1e3  # type: ignore[arg-type, operator]
@@ -89,7 +89,7 @@ class Stopwatch:
 
 
 def captured(function: Callable[[], object]) -> Callable[[], None]:
-    """What replays, as a CUDA graph, the launches of a function that has run before; it may not need the host."""
+    """A CUDA graph of a function's launches, as a function that replays it. The function may not need the host."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         function()
@@ -102,7 +102,7 @@ def captured(function: Callable[[], object]) -> Callable[[], None]:
 
 @contextmanager
 def timed_calls(module: nn.Module, device: torch.device) -> Iterator[Stopwatch]:
-    """A stopwatch with a lap for every call of a module, whoever makes it, its other hooks included."""
+    """A stopwatch with a lap for every call of a module, including the module's other hooks."""
     watch = Stopwatch(device)
     before = module.register_forward_pre_hook(lambda *_: watch.start(), prepend=True)
     after = module.register_forward_hook(lambda *_: watch.stop())
@@ -114,8 +114,10 @@ def timed_calls(module: nn.Module, device: torch.device) -> Iterator[Stopwatch]:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the floating-point operations of products, convolutions and attention that run while it is on. What runs
-    inside of a kernel of our own is not seen. torch's own counter does not stand modules that contain themselves."""
+    """Counts the floating-point operations of matrix products, convolutions and attention while it is on.
+
+    It does not see inside our own kernels. torch's own counter fails on modules that contain themselves.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         formula = _FORMULAS.get(func._overloadpacket)
         if formula is None:
-            # Of what it is made of, if it is made of others.
+            # Count the operations that a composite one consists of.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -146,7 +148,7 @@ _FORMULAS = {
 
 @contextmanager
 def counted_calls(module: nn.Module) -> Iterator[Counter]:
-    """A counter that is on in every call of a module, whoever makes it."""
+    """A counter that is on during every call of a module."""
     counter = Counter()
     before = module.register_forward_pre_hook(lambda *_: counter.__enter__() and None)
     after = module.register_forward_hook(lambda *_: counter.__exit__(None, None, None), always_call=True)
@@ -158,7 +160,7 @@ def counted_calls(module: nn.Module) -> Iterator[Counter]:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on: hardware, versions, and the commit where the package is a checkout."""
+    """What measurements depend on: hardware, versions, and the commit if the package is a checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     record = {"device": name, "python": platform.python_version(), "threads": str(torch.get_num_threads())}
     for package in _PACKAGES:
@@ -166,7 +168,7 @@ def environment(device: torch.device) -> dict[str, str]:
             record[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # What runs, where that is not an installed distribution.
+    # The torch that runs need not be an installed distribution.
     record["torch"] = torch.__version__
     if device.type == "cuda" and torch.version.cuda:
         record["cuda"] = torch.version.cuda
@@ -175,22 +177,22 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more. Pipelines that have drawn refer to themselves."""
+    """Free unreferenced memory. Pipelines that have drawn hold cycles of references."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _commit() -> str | None:
-    """Of this code. An installed copy may lie inside of somebody else's repository, which does not know it."""
+    """The commit of this code; None for an installed copy, even inside another git repository."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
     try:
         known = subprocess.run([*git, "ls-files", "--error-unmatch", here.name], capture_output=True)
-        told = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
+        named = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
     except FileNotFoundError:
         return None
-    return told.stdout.strip() or None if known.returncode == 0 else None
+    return named.stdout.strip() or None if known.returncode == 0 else None
 
 
 def _wait(device: torch.device) -> None:

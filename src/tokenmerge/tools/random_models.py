@@ -1,4 +1,4 @@
-"""Published denoisers by their sizes alone: speed does not depend on weights, which are random here."""
+"""Published denoisers with random weights. Speed depends on their sizes, not on weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ _SD35_LARGE = {
     "pos_embed_max_size": 384,
     "qk_norm": "rms_norm",
 }
-
 # Flux.2 klein 4B.
 _FLUX2_KLEIN = {
     "_class_name": "Flux2Transformer2DModel",
@@ -44,7 +43,7 @@ _FLUX2_KLEIN = {
     "joint_attention_dim": 7680,
     "guidance_embeds": False,
 }
-# The defaults of the classes of diffusers are those of the published models.
+# The defaults of these diffusers classes are the published models.
 _QWEN = {"_class_name": "QwenImageTransformer2DModel"}
 _Z_IMAGE = {"_class_name": "ZImageTransformer2DModel"}
 _WAN_14B = {"_class_name": "WanTransformer3DModel"}
@@ -53,7 +52,7 @@ _WAN_1_3B = {**_WAN_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A config, the dtype that people run it in, and how: the size (width, height) and steps of its model card."""
+    """A config, the usual dtype, and the size (width, height) and steps from the model card."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"

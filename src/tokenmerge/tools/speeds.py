@@ -1,10 +1,10 @@
-"""One control from 'same picture' to 'fastest': techniques by name, for people who do not want to know fields."""
+"""Techniques as named speeds, from 'plain' to 'fastest', for people who do not want to know fields."""
 
 from __future__ import annotations
 
 from ..config import Hold, Techniques
 
-# From the picture of the plain model to the fewest full steps. Each goes by its own picture's errors.
+# From the plain picture to the fewest full steps. Each picture decides by its own errors.
 SPEEDS: dict[str, Techniques] = {
     "plain": Techniques(),
     "careful": Techniques(hold=Hold(tolerance=0.05)),
@@ -12,7 +12,7 @@ SPEEDS: dict[str, Techniques] = {
     "fast": Techniques(hold=Hold(tolerance=0.4)),
     "fastest": Techniques(hold=Hold(tolerance=0.8)),
 }
-# The same for pictures in batches: steps are fixed, so that no picture depends on others.
+# Speeds for batches: steps are fixed, so that no picture depends on the others.
 BATCHED_SPEEDS: dict[str, Techniques] = {
     "plain": Techniques(),
     "careful": Techniques(hold=Hold(every=2)),

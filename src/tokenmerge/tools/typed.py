@@ -1,7 +1,7 @@
 """Techniques as people type them: `toma-tile:ratio=0.5 + hold:every=3 + mag`.
 
-Parts are joined by ` + `. A part is a preset, a file, a rival (a step cache or a schedule), or `none`, the plain model;
-fields follow a colon. `name@...` gives a name of one's own. `tokenmerge eval --help` has examples.
+Parts are joined by ` + `. A part is a preset, a file, a rival (a step cache or a schedule), or `none`, the plain model.
+Fields follow a colon. `name@...` gives the whole a name of your own. `tokenmerge eval --help` has examples.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ PLAIN = "none"
 NO_TECHNIQUES = Techniques()
 _PLUS = " + "
 _EXAMPLE = "'toma-tile:ratio=0.5 + hold:every=3'"
-# Fields that are swept: configurations that differ in nothing else make one line in a plot.
+# Configurations that differ in these fields only make one line in a plot.
 _SWEPT = ("ratio", "every", "threshold", "interval", "steps", "count")
+# Longest name of a folder.
 _LONGEST = 100
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to draw pictures: techniques, a step cache and a schedule, under the name they were asked for by."""
+    """One way to draw pictures: techniques, a step cache and a schedule, under a label."""
 
     label: str
     techniques: Techniques = NO_TECHNIQUES
@@ -44,16 +45,16 @@ class Configuration:
 
     @property
     def what(self) -> tuple[Techniques, Rival | None, Rival | None]:
-        """Everything but its name."""
+        """Everything but the label."""
         return self.techniques, self.cache, self.schedule
 
     @property
     def rivals(self) -> tuple[Rival, ...]:
-        """The schedule and the step cache, as far as it has them."""
+        """The schedule and the step cache, if any."""
         return tuple(each for each in (self.schedule, self.cache) if each is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """What it is, as results tell it."""
+        """The configuration as a record of results."""
         return {
             "label": self.label,
             "techniques": self.techniques.to_list(),
@@ -63,7 +64,7 @@ class Configuration:
 
     @property
     def folder(self) -> str:
-        """The label as a file name, which may not be long."""
+        """The label as a folder name of limited length."""
         name = re.sub(r"[^A-Za-z0-9._=+-]+", "_", self.label).strip("._") or "_"
         if len(name) <= _LONGEST:
             return name
@@ -71,12 +72,12 @@ class Configuration:
 
     @property
     def series(self) -> str:
-        """The label without the fields that are swept."""
+        """The label without swept fields."""
         return joined([_without_swept(part) for part in self.label.split(_PLUS)])
 
     @property
     def knobs(self) -> dict[str, float]:
-        """The fields that are swept, as far as it has them: ratio, every, threshold, interval, steps."""
+        """The swept fields that the configuration has: ratio, every, threshold, interval, steps."""
         merge, hold = self.techniques
         cached = dict(self.cache.values) if self.cache else {}
         values = {
@@ -105,37 +106,37 @@ class Part:
         return self.head in RIVALS
 
     def techniques(self) -> Techniques:
-        """The techniques that it names, with its fields changed."""
+        """The techniques that this part names, with its fields changed."""
         if self.head == PLAIN:
             if self.fields:
                 raise TokenMergeError(f"'{PLAIN}' is the plain model and has no fields; leave them out")
             return NO_TECHNIQUES
-        # What has an ending is a file, or means to be one.
+        # A name with an ending is meant as a file.
         if self.head not in presets() and not Path(self.head).suffix:
             raise _unknown(self.head)
         return _changed(resolve(self.head, {}), self.fields)
 
     def __str__(self) -> str:
-        told = ",".join(f"{name}={value}" for name, value in self.fields.items())
-        return f"{self.head}:{told}" if told else self.head
+        typed = ",".join(f"{name}={value}" for name, value in self.fields.items())
+        return f"{self.head}:{typed}" if typed else self.head
 
 
 @dataclass(frozen=True)
 class Typed:
     """A configuration as typed, read and checked."""
 
-    name: str  # of one's own, or nothing
+    name: str  # a name of the user's own, or empty
     parts: tuple[Part, ...]
     configuration: Configuration
-    merging: int | None  # the place of the part that merges
+    merging: int | None  # index of the part that merges
 
     @property
     def takes_ratio(self) -> bool:
-        """Whether it merges at a ratio that was not typed."""
+        """Whether it merges and no ratio was typed."""
         return self.merging is not None and "ratio" not in self.parts[self.merging].fields
 
     def with_ratio(self, ratio: float) -> Configuration:
-        """The same at another ratio, which its label tells."""
+        """The configuration at another ratio, with the ratio in its label."""
         assert self.merging is not None
         techniques = self.configuration.techniques
         assert techniques.merge is not None
@@ -147,7 +148,7 @@ class Typed:
 
 
 def read_typed(text: str) -> Typed:
-    """A configuration as typed, or an error that says what is wrong with it."""
+    """Read a configuration as typed; an error says what is wrong with it."""
     name, body = _name_and_body(text)
     try:
         parts = _parts(body)
@@ -162,7 +163,7 @@ def read_typed(text: str) -> Typed:
 
 
 def heads(text: str) -> list[str]:
-    """What a configuration as typed names: presets, files, step caches. No file is read."""
+    """The presets, files and rivals that a typed configuration names. Reads no file."""
     return [part.head for part in _parts(_name_and_body(text)[1])]
 
 
@@ -176,22 +177,22 @@ def _parts(body: str) -> list[Part]:
 
 
 def _techniques(parts: Sequence[Part], body: str) -> Techniques:
-    """All techniques of a configuration."""
+    """The techniques of all parts together."""
     found = [part.techniques() for part in parts if not part.is_rival]
     if not found:
-        raise TokenMergeError(f"a step cache or a schedule without a technique is written '{PLAIN} + {body}'")
+        raise TokenMergeError(f"a step cache or schedule alone needs the plain model beside it: '{PLAIN} + {body}'")
     if len(found) > 1 and NO_TECHNIQUES in found:
         raise TokenMergeError(
-            f"'{PLAIN}' is the plain model and goes with a step cache or a schedule only; leave it out"
+            f"'{PLAIN}' is the plain model and combines with a step cache or schedule only; leave it out"
         )
     return Techniques.of(*(each for techniques in found for each in techniques if each is not None))
 
 
-def _only(parts: Sequence[Part], names: Sequence[str], told: str) -> Rival | None:
-    """The one rival among some names, if there is one. told: what they are, for an error."""
+def _only(parts: Sequence[Part], names: Sequence[str], nouns: str) -> Rival | None:
+    """The one part whose head is among `names`, as a rival; None without one. nouns: what they are, for an error."""
     found = [part for part in parts if part.head in names]
     if len(found) > 1:
-        raise TokenMergeError(f"it has two {told}, {found[0]} and {found[1]}; leave one out")
+        raise TokenMergeError(f"there are two {nouns}, {found[0]} and {found[1]}; leave one out")
     return read_rival(str(found[0])) if found else None
 
 
@@ -200,22 +201,21 @@ def _merges(part: Part) -> bool:
 
 
 def joined(parts: Sequence[Part]) -> str:
-    """Parts as they are typed."""
+    """Parts as one text, in the form that people type."""
     return _PLUS.join(map(str, parts))
 
 
 def default_techniques(family: Family) -> tuple[str, ...]:
-    """What commands compare where no technique is typed: merging, holding, and both."""
+    """What commands compare if no technique is typed: Merge, Hold, and both."""
     return family.merging, "hold", f"{family.merging}{_PLUS}hold"
 
 
 def read_configurations(
     asked: Sequence[str | Configuration], ratios: Sequence[float] | None = None
 ) -> tuple[Configuration, ...]:
-    """The plain model first, then what was asked for, in order; what merges and gives no ratio, once for each of
-    `ratios`."""
+    """The plain model, then `asked` in order. What merges without a typed ratio comes once for each of `ratios`."""
     made = [Configuration(PLAIN)]
-    takes = False
+    swept = False
     for item in asked:
         if isinstance(item, Configuration):
             made.append(item)
@@ -224,38 +224,38 @@ def read_configurations(
         if typed.configuration == made[0]:
             continue
         if ratios and typed.takes_ratio:
-            takes = True
+            swept = True
             made += [typed.with_ratio(ratio) for ratio in ratios]
         else:
             made.append(typed.configuration)
-    if ratios and not takes:
-        told = ", ".join(configuration.label for configuration in made[1:] or made)
+    if ratios and not swept:
+        labels = ", ".join(configuration.label for configuration in made[1:] or made)
         raise TokenMergeError(
-            f"--ratios is for techniques that merge and give no ratio, and there is only {told}; leave it out, or add "
-            "a technique such as toma"
+            f"--ratios is for techniques that merge without a typed ratio, but there is only {labels}; leave it "
+            "out, or add a technique such as toma"
         )
     _check_different(made)
     return tuple(made)
 
 
 def _changed(techniques: Techniques, typed: Mapping[str, str]) -> Techniques:
-    """Techniques with fields changed, each in the technique that has it."""
-    there = [each for each in techniques if each is not None]
-    changes: list[dict[str, Any]] = [{} for _ in there]
+    """Techniques with fields changed. Each field goes to the technique that has it."""
+    present = [each for each in techniques if each is not None]
+    changes: list[dict[str, Any]] = [{} for _ in present]
     for name, value in typed.items():
-        having = [place for place, each in enumerate(there) if name in each.field_docs()]
-        if len(having) > 1:
-            raise TokenMergeError(f"{name} is a field of both techniques in the file; write it into the file")
-        if not having:
-            known = [field for each in there for field in each.field_docs()]
-            told = " and ".join(type(each).__name__ for each in there)
+        owners = [place for place, each in enumerate(present) if name in each.field_docs()]
+        if len(owners) > 1:
+            raise TokenMergeError(f"both techniques in the file have a field {name}; change it in the file")
+        if not owners:
+            known = [field for each in present for field in each.field_docs()]
+            nouns = " and ".join(type(each).__name__ for each in present)
             near = did_you_mean(name, known)
-            raise TokenMergeError(f"{told} has no field {name!r}{near}; fields are {', '.join(known)}")
+            raise TokenMergeError(f"{nouns} has no field {name!r}{near}; fields are {', '.join(known)}")
         try:
-            changes[having[0]][name] = parse_as(get_type_hints(type(there[having[0]]))[name])(value)
+            changes[owners[0]][name] = parse_as(get_type_hints(type(present[owners[0]]))[name])(value)
         except ValueError as error:
             raise TokenMergeError(f"{name}: {error}") from error
-    return Techniques.of(*(each.replace(**changed) for each, changed in zip(there, changes, strict=True)))
+    return Techniques.of(*(each.replace(**changed) for each, changed in zip(present, changes, strict=True)))
 
 
 def _unknown(head: str) -> TokenMergeError:
@@ -272,7 +272,7 @@ def _without_swept(text: str) -> Part:
 
 
 def _check_different(configurations: Sequence[Configuration]) -> None:
-    """Refuse what would be made twice, or be kept in one folder."""
+    """Refuse configurations that are equal, or would share a folder."""
     for kind in ("what", "folder"):
         seen: dict[Any, str] = {}
         for configuration in configurations:

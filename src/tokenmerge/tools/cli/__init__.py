@@ -1,1 +1,1 @@
-"""The `tokenmerge` command: one file per subcommand, which parses and prints. The work is done elsewhere in `tools`."""
+"""The `tokenmerge` command: one file per subcommand, which parses and prints. The rest of `tools` does the work."""

@@ -13,10 +13,10 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time a denoiser plain and with techniques",
+        help="time a denoiser, plain and with techniques",
         description=shared.described(
-            "Time a denoiser by kind of step and over a whole schedule, count its launches and measure its memory. "
-            "It runs plain and with each technique; linear merging is timed beside its bound. Prints Markdown tables."
+            "Time a denoiser, plain and with each technique, by kind of step and over a whole schedule. Count its "
+            "launches and measure its memory. Linear merging is timed beside its lower bound. Prints Markdown tables."
         ),
     )
     add_, count = parser.add_argument, whole()
@@ -34,23 +34,24 @@ def add(commands: Any) -> None:
         help="any of eager, graph, compiled, compiled+graph (default: eager)",
     )
     add_("--steps", type=count, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
-    runs = "untimed runs of every kind of step, with graphs at least 2 (default: 5 on a GPU, else 1)"
+    runs = "untimed runs of each kind of step; at least 2 with graphs (default: 5 on a GPU, else 1)"
     add_("--warmups", type=whole(0), metavar="N", help=runs)
-    add_("--settle", type=real(least=0), metavar="N", help="least seconds of warming up (default: 2 on a GPU, else 0)")
-    add_("--repeats", type=count, metavar="N", help="timed runs of every kind of step (default: 20 on a GPU, else 5)")
+    add_("--settle", type=real(least=0), metavar="N", help="least seconds of warm-up (default: 2 on a GPU, else 0)")
+    add_("--repeats", type=count, metavar="N", help="timed runs of each kind of step (default: 20 on a GPU, else 5)")
     add_("--loops", type=whole(0), default=0, metavar="N", help="whole schedules to time as well (default: 0)")
-    add_(
-        "--rounds",
-        type=count,
-        default=1,
-        metavar="N",
-        help="times to measure everything (default: 1)",
-    )
+    add_("--rounds", type=count, default=1, metavar="N", help="how often to measure everything (default: 1)")
     shared.add_machine_options(parser)
     shared.add_dtype(parser, "the model's usual")
     add_("--out", type=Path, metavar="FILE", help="file to append JSON lines to (default: none)")
-    add_("--resume", action="store_true", help="leave out rows that --out holds of this machine, device and versions")
-    add_("--table", type=Path, metavar="FILE", help="print the tables of such a file and stop (default: none)")
+    add_(
+        "--resume", action="store_true", help="skip rows that --out already has from this machine, device and versions"
+    )
+    add_(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="print the tables of a file that --out wrote, and stop (default: none)",
+    )
     shared.add_json(parser)
     parser.set_defaults(run=run)
 

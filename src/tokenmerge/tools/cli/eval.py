@@ -13,12 +13,12 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
-        help="compare techniques by time and quality over many prompts and seeds",
+        help="compare the time and quality of techniques over many prompts and seeds",
         description=shared.described(
-            "Draw pictures with every technique, measure and time them, and report. The plain model, none, is always "
-            "compared. Everything is kept as it is made; --resume goes on after an interruption.",
+            "Draw pictures with each technique, measure and time them, and report. The plain model, none, is always "
+            "included. Results are saved as they are made; --resume continues after an interruption.",
             "`accelerate launch -m tokenmerge eval ...` splits the work over processes, with the same results. @FILE "
-            "stands for the arguments in a file, one to a line.",
+            "reads arguments from a file, one per line.",
         ),
         fromfile_prefix_chars="@",
     )
@@ -32,34 +32,32 @@ def add(commands: Any) -> None:
         type=whole(0),
         metavar="N",
         help="steps of the second yardstick, the plain picture with more steps; 0 leaves it out (default: four times "
-        "the steps)",
+        "--steps)",
     )
     parser.set_defaults(run=run, seeds=(0,), repeats=5, out=Path("evaluation"))
 
 
 def arguments_in(line: str) -> list[str]:
-    """Of a file of arguments: one to a line, none in empty lines and comments."""
+    """The argument in a line of an argument file; none in empty lines and comments."""
     text = line.strip()
     return [text] if text and not text.startswith("#") else []
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: str) -> None:
-    """What `reproduce` has too. defaults: what the help tells of options that have another default there."""
-    add_, count, told = parser.add_argument, whole(), {name: f"(default: {defaults[name]})" for name in defaults}
+    """The options that `reproduce` shares. defaults: help for the options whose default differs there."""
+    add_, count = parser.add_argument, whole()
     shared.add_prompt_options(parser, default="flowers")
-    add_("--number", type=count, metavar="N", help=f"the first N prompts {told['number']}")
-    add_("--seeds", type=parse_seeds, metavar="A,B,...", help=f"seeds for every prompt {told['seeds']}")
+    add_("--number", type=count, metavar="N", help=f"use the first N prompts (default: {defaults['number']})")
+    add_("--seeds", type=parse_seeds, metavar="A,B,...", help=f"seeds for each prompt (default: {defaults['seeds']})")
     shared.add_picture_options(parser)
-    add_(
-        "--reference",
-        type=Path,
-        metavar="FOLDER",
-        help="photographs for FID and KID (default: the plain pictures)",
-    )
+    photographs = "folder of photographs for FID and KID (default: the plain pictures)"
+    add_("--reference", type=Path, metavar="FOLDER", help=photographs)
     add_("--batch", type=count, default=1, metavar="N", help="pictures in a timed batch (default: 1)")
-    add_("--repeats", type=whole(0), metavar="N", help=f"timed batches; 0 leaves time out {told['repeats']}")
-    add_("--out", type=Path, metavar="FOLDER", help=f"folder for all files {told['out']}")
-    add_("--resume", action="store_true", help="go on with what is in --out")
+    add_(
+        "--repeats", type=whole(0), metavar="N", help=f"timed batches; 0 times nothing (default: {defaults['repeats']})"
+    )
+    add_("--out", type=Path, metavar="FOLDER", help=f"folder for all files (default: {defaults['out']})")
+    add_("--resume", action="store_true", help="continue the run in --out")
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)
     shared.add_compile(parser)

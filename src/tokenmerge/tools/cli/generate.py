@@ -15,8 +15,8 @@ def add(commands: Any) -> None:
         "generate",
         help="draw a picture plain and with techniques, and compare",
         description=shared.described(
-            "Draw a picture from a prompt with the plain model, and with each technique from the same seed. Write them "
-            "side by side into one picture, and print what each took and how far it drifted."
+            "Draw a prompt with the plain model and, from the same seed, with each technique. Write the pictures side "
+            "by side into one file, and print the time and drift of each."
         ),
     )
     parser.add_argument(
@@ -29,24 +29,12 @@ def add(commands: Any) -> None:
     shared.add_techniques(parser)
     shared.add_ratios(parser)
     shared.add_picture_options(parser)
-    parser.add_argument(
-        "--seed",
-        type=parse_seed,
-        default=0,
-        metavar="N",
-        help="seed of the first picture (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--number",
-        type=whole(),
-        default=1,
-        metavar="N",
-        help="pictures to draw, each with the next seed (default: 1)",
-    )
-    parser.add_argument("--show-destinations", action="store_true", help="show regions, destinations and what merged")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="picture to write (default: named after prompt and seed)"
-    )
+    add_ = parser.add_argument
+    add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of the first picture (default: 0)")
+    number = "pictures to draw with each technique, each with the next seed (default: 1)"
+    add_("--number", type=whole(), default=1, metavar="N", help=number)
+    add_("--show-destinations", action="store_true", help="also show regions, destinations and which tokens merged")
+    add_("--out", type=Path, metavar="FILE", help="picture file to write (default: named after prompt and seed)")
     shared.add_machine_options(parser)
     shared.add_dtype(parser)
     shared.add_compile(parser)

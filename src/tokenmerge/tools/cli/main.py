@@ -1,4 +1,4 @@
-"""`tokenmerge`: the parser of all commands, and how errors and interrupts are told."""
+"""`tokenmerge`: the parser of all commands, and how errors and interrupts are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import TokenMergeError
 from . import bench, demo, eval, generate, heal, metrics, plan, presets, reproduce, serve, tune
 from .options import Command, described
 
-# What pictures are drawn with, and what they are shown and served with; other packages are for measuring them.
+# The extra that installs each package. Packages that are not listed belong to `eval`.
 _EXTRAS = {
     **dict.fromkeys(("diffusers", "transformers", "PIL"), "generate"),
     "gradio": "demo",
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads our output, such as `head`, has seen enough. What is left of it goes nowhere.
+        # The reader of our output, such as `head`, has stopped. Discard the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -49,9 +49,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"tokenmerge: {error.name} is not installed; pip install tokenmerge[{extra}]", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        # After a bar, which has no end of line.
-        for told in interrupt.args:
-            print(f"\ntokenmerge: {told}", file=sys.stderr)
+        # The message follows a progress bar, which has no end of line.
+        for message in interrupt.args:
+            print(f"\ntokenmerge: {message}", file=sys.stderr)
         print("tokenmerge: interrupted", file=sys.stderr)
         return 130
     return 0

@@ -13,9 +13,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "metrics",
         help="compare two folders of pictures",
-        description=shared.described("Measure the pictures of a folder against those of another, paired by file name."),
+        description=shared.described("Measure the pictures in a folder against those of the same names in another."),
     )
-    parser.add_argument("reference", type=Path, help="folder of pictures")
+    parser.add_argument("reference", type=Path, help="folder of pictures to compare with")
     parser.add_argument("test", type=Path, help="folder of pictures with the same names")
     shared.add_prompt_options(parser)
     shared.add_metrics(parser)

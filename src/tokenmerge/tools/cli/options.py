@@ -1,4 +1,4 @@
-"""Options that commands share, and how they are parsed and told."""
+"""Options that commands share, and how commands parse them and print help."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from ..files import to_json
 from ..random_models import RANDOM_MODELS
 from ..solvers import SCHEDULERS
 
-# What --compile makes fast. Without a value it is the first, as far as the device can.
+# What --compile compiles. Without a value it is the first.
 COMPILE_WAYS = ("both", "blocks", "graphs")
 DTYPES = ("float32", "float16", "bfloat16")
-# How techniques are typed.
+# How to type techniques.
 EXAMPLES = {
     "none": "the plain model",
     "toma": "a preset; `tokenmerge presets` lists them",
-    "toma:ratio=0.5,regions=stripe:64": "with fields changed",
-    "toma:components=self_attention,mlp": "a list: what has no = belongs to the field before it",
+    "toma:ratio=0.5,regions=stripe:64": "a preset with fields changed",
+    "toma:components=self_attention,mlp": "a list: a part without = continues the field before it",
     '"unet:ratio=0.5 + hold:every=4"': "both techniques",
-    "my.yaml": "a YAML or JSON file, as `tokenmerge tune` writes it",
-    "mine@toma:regions=whole": "under a name of your own",
+    "my.yaml": "a YAML or JSON file, such as `tokenmerge tune` writes",
+    "mine@toma:regions=whole": "any of these under a name of your own",
 }
-# What `eval` and `generate` also take.
+# What `eval` and `generate` accept too.
 RIVALS = {
     '"none + mag:threshold=0.06"': "a step cache: first-block, mag, taylorseer, faster, cache-dit or deepcache",
     '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
 }
-FAMILY_DEFAULT = (
-    "default: the merging preset of the model's family, unet or dit (for video name `video`); hold; and both"
-)
+FAMILY_DEFAULT = "the merging preset of the model's family (unet, dit or video), hold, and both"
 _WIDTH, _INDENT = 110, 28
 
 
 class Command(argparse.ArgumentParser):
-    """A parser whose errors are one line, and name the option somebody may have meant. An option that is written in
-    part is none: the next version may have two that begin so."""
+    """A parser whose errors are one line and suggest the nearest option.
+
+    It refuses abbreviated options, because the next version may have two that begin alike.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False, formatter_class=_Formatter)
 
     def error(self, message: str) -> Any:
-        raise TokenMergeError(f"{message.removeprefix('argument ')} ({self.prog} --help tells more)")
+        raise TokenMergeError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._subparsers is not None:
-            # What follows is a command's.
+            # The other words belong to a command.
             return super().parse_known_args(args, namespace)
-        # Before argparse misses what was to be given by it, and after it has read files of arguments. After two dashes
-        # alone nothing is an option.
+        # Refuse a misspelt option before argparse complains that a required one is missing. By now argparse has read
+        # argument files. Words after -- are not options.
         words = takewhile(lambda word: word != "--", args)
         self._refuse_unknown(word for word in words if word.startswith("--") and " " not in word)
         known, rest = super().parse_known_args(args, namespace)
@@ -74,7 +74,7 @@ class Command(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help with lines of descriptions as they are, and words with hyphens in one piece."""
+    """Help that keeps the lines of descriptions, and never breaks words at hyphens."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_INDENT, width=_WIDTH)
@@ -84,20 +84,20 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def described(*paragraphs: str) -> str:
-    """Paragraphs for a command's description."""
+    """A command's description in wrapped paragraphs."""
     return "\n\n".join(textwrap.fill(paragraph, _WIDTH) for paragraph in paragraphs)
 
 
 def add_techniques(
     parser: argparse.ArgumentParser, default: str = FAMILY_DEFAULT, about: str = "to compare", rivals: bool = True
 ) -> None:
-    """rivals: whether step caches and schedules go with them."""
+    """rivals: whether step caches and schedules may be typed too."""
     parser.add_argument(
         "--techniques",
         nargs="+",
         action="extend",
         metavar="TECHNIQUE",
-        help=f"techniques {about}; see below ({default})",
+        help=f"techniques {about}, as typed below (default: {default})",
     )
     parser.epilog = techniques_help(EXAMPLES | RIVALS if rivals else EXAMPLES)
 
@@ -107,12 +107,12 @@ def add_ratios(parser: argparse.ArgumentParser) -> None:
         "--ratios",
         type=parse_as(tuple[float, ...]),
         metavar="A,B,...",
-        help="run every technique that merges and gives no ratio at each of these (default: its own ratio)",
+        help="ratios at which to run each technique that merges and has no typed ratio (default: its own)",
     )
 
 
 def techniques_help(examples: Mapping[str, str]) -> str:
-    """How techniques are typed, and what their fields mean, from the classes themselves."""
+    """How to type techniques, and what their fields mean, from the classes themselves."""
     lines = ["techniques as typed:"]
     lines += [f"  {typed:36}  {meaning}" for typed, meaning in examples.items()]
     for technique in (Merge, Hold):
@@ -121,47 +121,48 @@ def techniques_help(examples: Mapping[str, str]) -> str:
         for item in fields(technique):
             name = f"  {item.name} ({write_value(item.default)})"
             meaning = textwrap.wrap(docs[item.name], _WIDTH - _INDENT, break_on_hyphens=False)
-            # A name that is too long has a line of its own.
+            # A name that is too long gets a line of its own.
             first = [f"{name:{_INDENT}}{meaning.pop(0)}"] if len(name) < _INDENT - 1 else [name]
             lines += [*first, *(" " * _INDENT + line for line in meaning)]
     return "\n".join(lines)
 
 
-def add_model(parser: argparse.ArgumentParser, default: str | None, told: str = "", random: bool = False) -> None:
+def add_model(parser: argparse.ArgumentParser, default: str | None, shown: str = "", random: bool = False) -> None:
+    """shown: the default in the help, if not `default`; random: whether `RANDOM_MODELS` may be named."""
     names = "bundled model (tiny-flux, tiny-sdxl), folder or hub id"
     if random:
         names += f", or random weights in a published model's size: {', '.join(RANDOM_MODELS)}"
-    parser.add_argument("--model", default=default, help=f"{names} (default: {told or default})")
+    parser.add_argument("--model", default=default, help=f"{names} (default: {shown or default})")
 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:
-    """What is chosen for all pictures."""
+    """Options that hold for all pictures."""
     parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
-    parser.add_argument("--guidance", type=real(), metavar="N", help="strength of guidance (default: the model's)")
-    told = f"{', '.join(SCHEDULERS)}: for all pictures, the plain ones too (default: the model's own)"
-    parser.add_argument("--scheduler", choices=SCHEDULERS, metavar="NAME", help=told)
+    parser.add_argument("--guidance", type=real(), metavar="N", help="guidance strength (default: the model's)")
+    about = f"scheduler of all pictures, also plain ones: {', '.join(SCHEDULERS)} (default: the model's own)"
+    parser.add_argument("--scheduler", choices=SCHEDULERS, metavar="NAME", help=about)
     add_size(parser)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
-    told = "width x height in pixels (default: the model's)"
-    parser.add_argument("--size", type=parse_size, metavar="WxH", help=told)
+    about = "width x height in pixels (default: the model's)"
+    parser.add_argument("--size", type=parse_size, metavar="WxH", help=about)
 
 
 def add_frames(parser: argparse.ArgumentParser) -> None:
-    told = "frames of a video (default: as many as the model's family usually makes)"
-    parser.add_argument("--frames", type=whole(), metavar="N", help=told)
+    about = "frames of a video (default: the usual number of the model's family)"
+    parser.add_argument("--frames", type=whole(), metavar="N", help=about)
 
 
 def add_machine_options(parser: argparse.ArgumentParser, threads: int | None = None) -> None:
-    """Where and how it runs. threads: by default; None is what torch takes by itself."""
-    told = threads or "what OMP_NUM_THREADS says, else one for each core"
-    parser.add_argument("--device", help="cuda, mps or cpu (default: the best there is)")
-    parser.add_argument("--threads", type=whole(), default=threads, metavar="N", help=f"CPU threads (default: {told})")
+    """Where a command runs. threads: the default; None leaves the number to torch."""
+    shown = threads or "OMP_NUM_THREADS, else one per core"
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
+    parser.add_argument("--threads", type=whole(), default=threads, metavar="N", help=f"CPU threads (default: {shown})")
 
 
-def add_dtype(parser: argparse.ArgumentParser, told: str = "float32 on a CPU, else bfloat16") -> None:
-    parser.add_argument("--dtype", choices=DTYPES, help=f"type of the weights (default: {told})")
+def add_dtype(parser: argparse.ArgumentParser, shown: str = "float32 on a CPU, else bfloat16") -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help=f"type of the weights (default: {shown})")
 
 
 def add_compile(parser: argparse.ArgumentParser) -> None:
@@ -170,30 +171,30 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=COMPILE_WAYS[0],
         choices=COMPILE_WAYS,
-        help="compile the transformer blocks, replay denoiser calls as CUDA graphs, or both (default: neither; "
-        "without a value: both, as far as the device can)",
+        help="compile transformer blocks, replay denoiser calls as CUDA graphs, or both (default: neither; without a "
+        "value: both, or blocks where the device has no CUDA graphs)",
     )
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    told = "'flowers' or a .txt, .csv, .tsv, .json or .jsonl file"
-    parser.add_argument("--prompts", default=default, metavar="FILE", help=f"{told} (default: {default or 'none'})")
-    parser.add_argument("--column", metavar="NAME", help="column of the file that holds the prompts (default: prompt)")
+    about = f"'flowers' or a .txt, .csv, .tsv, .json or .jsonl file (default: {default or 'none'})"
+    parser.add_argument("--prompts", default=default, metavar="FILE", help=about)
+    parser.add_argument("--column", metavar="NAME", help="column of the file with the prompts (default: prompt)")
     parser.add_argument(
         "--template",
         metavar="TEXT",
-        help="sentence that each prompt is put into (default: 'a photo of a {}' for flowers, else '{}')",
+        help="sentence to put each prompt into (default: 'a photo of a {}' for flowers, else '{}')",
     )
 
 
 def add_network_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Where networks that judge pictures come from. names: of those that may be folders or hub ids."""
+    """Where to find the networks of metrics. names: the networks with an option of their own."""
     models = {"clip": "openai/clip-vit-large-patch14", "dino": "facebook/dinov2-base"}
     parser.add_argument(
         "--networks",
         metavar="FOLDER",
         type=Path,
-        help="folder with the networks that judge pictures (default: installed packages and the hub)",
+        help="folder with the networks of metrics (default: installed packages and the hub)",
     )
     for name in names:
         parser.add_argument(
@@ -208,14 +209,14 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         type=parse_as(tuple[str, ...]),
         metavar="A,B,...",
-        help="any of mse, psnr, ssim, lpips, dino, sscd, clip, fid, kid (default: all whose networks are there)",
+        help="any of mse, psnr, ssim, lpips, dino, sscd, clip, fid, kid (default: all whose networks are available)",
     )
     add_network_options(parser, "clip", "dino")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help='print JSON instead of a table; infinite values are the text "inf"'
+        "--json", action="store_true", help='print JSON instead of a table; infinite values are the string "inf"'
     )
 
 
@@ -238,7 +239,7 @@ def sources_of(options: argparse.Namespace) -> Any:
 
 
 def typed_command(words: Sequence[str], without: str | None = None) -> str:
-    """What was typed, but for one option: where results go says nothing about them."""
+    """The command as typed, but without one option and its value."""
     kept = [word for word in words if without is None or not word.startswith(f"{without}=")]
     if without in kept:
         place = kept.index(without)

@@ -14,12 +14,12 @@ def add(commands: Any) -> None:
         "plan",
         help="show what techniques would do to a model, without its weights",
         description=shared.described(
-            "Print which sites merge, which blocks are held, what kinds of step there are, and what that saves by the "
-            "paper's cost model. Only the model's config files are read."
+            "Print which sites merge, which blocks are held, how many steps of each kind there are, and how much that "
+            "saves by the paper's cost model. Only the model's config files are read."
         ),
     )
     shared.add_model(parser, "tiny-flux", random=True)
-    shared.add_techniques(parser, "default: hold, which apply(pipe) takes", "to plan", rivals=False)
+    shared.add_techniques(parser, "hold, as in apply(pipe)", "to plan", rivals=False)
     shared.add_size(parser)
     shared.add_frames(parser)
     parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     typed = [read_typed(text).configuration for text in options.techniques or (RECOMMENDED,)]
     for each in typed:
         for rival in each.rivals:
-            raise TokenMergeError(f"{each.label!r}: plan knows techniques alone; leave out {rival.name}")
+            raise TokenMergeError(f"{each.label!r}: plan cannot plan rivals; leave out {rival.name}")
     model = outline(options.model)
     width, height = options.size or model.own_size
     plans = [
@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> None:
         labels = [each.label for each in typed]
         shared.print_json([{"label": label, **plan.to_dict()} for label, plan in zip(labels, plans, strict=True)])
     else:
-        print("\n\n".join(_told(plan, options.sites_list) for plan in plans))
+        print("\n\n".join(_described(plan, options.sites_list) for plan in plans))
 
 
-def _told(plan: Any, listed: bool) -> str:
+def _described(plan: Any, listed: bool) -> str:
     lines = [str(plan)]
     if listed:
         lines += ["", "Sites:", *(f"  {site.name}  [{site.group}]  {site.skipped or 'merged'}" for site in plan.sites)]

@@ -13,8 +13,8 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "presets",
-        help="list the techniques that have names",
-        description=shared.described("List the techniques that have names, and the fields that each sets."),
+        help="list the presets",
+        description=shared.described("List the presets: techniques by name, and the fields that each one sets."),
     )
     shared.add_json(parser)
     parser.set_defaults(run=run)
@@ -28,6 +28,6 @@ def run(options: argparse.Namespace) -> None:
 
     rows = []
     for name, technique in presets().items():
-        told = [f"{field}={value}" for field, value in differing(technique, type(technique)()).items()]
-        rows.append([name, type(technique).__name__, ", ".join(told)])
+        typed = [f"{field}={value}" for field, value in differing(technique, type(technique)()).items()]
+        rows.append([name, type(technique).__name__, ", ".join(typed)])
     print(table(["preset", "technique", "fields that it sets"], rows))

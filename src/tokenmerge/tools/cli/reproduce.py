@@ -17,19 +17,18 @@ def add(commands: Any) -> None:
     listed = [f"  {', '.join(item.names):28}  {item.about}" for item in (*STUDIES, *INQUIRIES)]
     parser = commands.add_parser(
         "reproduce",
-        help="make a table or figure of the paper",
+        help="reproduce a table or figure of the paper",
         description=shared.described(
-            f"Make what one of the paper's tables or figures shows. By default with {FULL.prompts} prompts x "
-            f"{len(FULL.seeds)} seeds, as the paper's ablations have."
+            f"Reproduce one of the paper's tables or figures, by default with {FULL.prompts} prompts x "
+            f"{len(FULL.seeds)} seeds, as in the paper's ablations."
         )
         + "\n\n"
         + "\n".join(listed),
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK.prompts} prompts, {QUICK.steps} steps: does everything run?"
-    )
-    shared.add_model(parser, None, told="tiny-sdxl; for table10 tiny-flux")
+    quick = f"check that everything runs, with {QUICK.prompts} prompts and {QUICK.steps} steps"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    shared.add_model(parser, None, shown="tiny-sdxl; for table10 tiny-flux")
     eval.add_options(
         parser,
         number=f"{FULL.prompts}, quick {QUICK.prompts}",
@@ -37,7 +36,7 @@ def add(commands: Any) -> None:
         repeats=f"{FULL.repeats}, quick {QUICK.repeats}",
         out="reproduction/NAME-MODEL",
     )
-    # Not everything has a use for them, so whether they were given must be known.
+    # Not every study uses these options, so we must know whether they were given.
     usual = {name: parser.get_default(name) for name in ("prompts", "batch", "resume")}
     parser.set_defaults(run=run, usual=usual, **dict.fromkeys(usual))
 

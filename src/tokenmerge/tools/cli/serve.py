@@ -1,4 +1,4 @@
-"""`tokenmerge serve`: pictures over HTTP, as OpenAI's clients ask for them."""
+"""`tokenmerge serve`: pictures over HTTP, by OpenAI's image API."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's clients ask for pictures",
+        help="serve a model over HTTP, by OpenAI's image API",
         description=shared.described(
             "Serve a model at /v1/images/generations until interrupted. Requests of equal size, steps and speed are "
-            "drawn in batches, and a seed gives the same picture in any batch. Needs tokenmerge[serve]."
+            "drawn in batches; a seed gives the same picture in any batch. Needs tokenmerge[serve]."
         ),
     )
     shared.add_model(parser, "tiny-flux")
@@ -29,15 +29,15 @@ def add(commands: Any) -> None:
         "--keys",
         type=Path,
         metavar="FILE",
-        help="file of API keys, one to a line (default: none; then only this machine can be served)",
+        help="file of API keys, one per line (default: none; then only this machine is served)",
     )
-    _add_number(parser, "replicas", "pipelines that draw side by side; on GPUs each has its own")
-    _add_number(parser, "max-batch", "most pictures that are drawn together")
-    _add_number(parser, "max-queue", "most pictures that wait or are drawn; others get status 429")
-    _add_number(parser, "max-side", "most pixels along a picture's longest side")
-    _add_number(parser, "max-steps", "most steps of a request")
-    _add_number(parser, "max-n", "most pictures of a request")
-    _add_number(parser, "max-prompt", "most characters of a prompt")
+    _add_number(parser, "replicas", "pipelines that draw in parallel, each on a GPU of its own if there are any")
+    _add_number(parser, "max-batch", "most pictures in a batch")
+    _add_number(parser, "max-queue", "most pictures that wait or are drawn; further requests get status 429")
+    _add_number(parser, "max-side", "most pixels along a side of a picture")
+    _add_number(parser, "max-steps", "most steps in a request")
+    _add_number(parser, "max-n", "most pictures in a request")
+    _add_number(parser, "max-prompt", "most characters in a prompt")
     parser.add_argument(
         "--timeout",
         type=real(above=0),
@@ -54,20 +54,18 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--cluster",
         metavar="ADDRESS",
-        help="a running Ray cluster to serve on, or auto (default: a Ray of its own, on loopback)",
+        help="a running Ray cluster to serve on, or auto to find one (default: start Ray here, on loopback)",
     )
-    parser.add_argument(
-        "--logs", type=Path, metavar="FOLDER", help="folder for Ray's logs (default: one that is removed at the end)"
-    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for Ray's logs (default: a temporary one)")
     shared.add_machine_options(parser, threads=Serving.threads)
     shared.add_dtype(parser)
     parser.set_defaults(run=run)
 
 
-def _add_number(parser: argparse.ArgumentParser, name: str, told: str, most: float = math.inf) -> None:
+def _add_number(parser: argparse.ArgumentParser, name: str, about: str, most: float = math.inf) -> None:
     default = getattr(Serving, name.replace("-", "_"))
     parser.add_argument(
-        f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{told} (default: {default})"
+        f"--{name}", type=whole(1, most), default=default, metavar="N", help=f"{about} (default: {default})"
     )
 
 

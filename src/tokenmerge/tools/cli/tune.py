@@ -14,53 +14,43 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help="search settings for a budget of drift or a wished speed-up, and write them to a file",
+        help="search settings that keep a drift budget or reach a speed-up, and write them to a file",
         description=shared.described(
-            "Draw candidates from the settings of both techniques. Measure them by time and drift on ever more "
-            "prompts; the better half goes on. Write the one that meets the goal on held-out prompts as preset.yaml, "
-            "which apply(pipe, 'preset.yaml') reads. Everything is kept as it is made; --resume goes on after an "
-            "interruption."
+            "Sample candidates from the settings of both techniques, and measure their time and drift on ever more "
+            "prompts; the better half goes on. Write the candidate that meets the goal on held-out prompts to "
+            "preset.yaml, for apply(pipe, 'preset.yaml'). Results are saved as they are made; --resume continues after "
+            "an interruption.",
+            "Fields that you type in --techniques stay fixed.",
         ),
     )
     add_, count = parser.add_argument, whole()
     _add_goal(parser)
     shared.add_model(parser, "tiny-flux")
-    shared.add_techniques(parser, about="to search; fields that you type stay as they are", rivals=False)
+    shared.add_techniques(parser, about="to search", rivals=False)
     add_(
         "--rivals",
         nargs="+",
         action="extend",
         metavar="RIVAL",
-        help="step caches and schedules to show beside the last rung, as in cache-dit or unipc:steps=14, or none "
+        help="step caches and schedules to measure beside the last rung, as in cache-dit or unipc:steps=14, or none "
         "(default: all that are installed and fit the model)",
     )
     shared.add_prompt_options(parser, default="flowers")
     add_("--candidates", type=count, default=24, metavar="N", help="candidates in the first rung (default: 24)")
-    add_(
-        "--rungs",
-        type=count,
-        default=3,
-        metavar="N",
-        help="rungs; the better half of each goes on (default: 3)",
-    )
-    add_("--number", type=count, default=2, metavar="N", help="pictures in the first rung, later doubled (default: 2)")
-    add_(
-        "--seed",
-        type=parse_seed,
-        default=0,
-        metavar="N",
-        help="seed for candidates and pictures (default: 0)",
-    )
+    add_("--rungs", type=count, default=3, metavar="N", help="rungs; the better half of each goes on (default: 3)")
+    number = "pictures in the first rung; each further rung doubles them (default: 2)"
+    add_("--number", type=count, default=2, metavar="N", help=number)
+    add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of candidates and pictures (default: 0)")
     shared.add_picture_options(parser)
     add_("--batch", type=count, default=1, metavar="N", help="pictures in a timed batch (default: %(default)s)")
-    add_("--repeats", type=count, default=3, metavar="N", help="timed batches in every rung (default: %(default)s)")
-    # CLIP judges a picture by its prompt, which is no drift.
+    add_("--repeats", type=count, default=3, metavar="N", help="timed batches in each rung (default: %(default)s)")
+    # No CLIP: it compares a picture with its prompt, which does not measure drift.
     shared.add_network_options(parser, "dino")
     shared.add_machine_options(parser, threads=1)
     shared.add_dtype(parser)
     shared.add_compile(parser)
     add_("--out", type=Path, default=Path("tuning"), metavar="FOLDER", help="folder for all files (default: tuning)")
-    add_("--resume", action="store_true", help="go on with what is in --out")
+    add_("--resume", action="store_true", help="continue the run in --out")
     shared.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -71,15 +61,15 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=parse_budget,
         metavar="NAME=N",
-        help="most drift, as in lpips=0.1 or mse=100: find the fastest (default: none)",
+        help="most drift, as in lpips=0.1 or mse=100: find the fastest settings (default: none)",
     )
     goal.add_argument(
         "--speed-up",
         type=real(above=1),
         metavar="N",
-        help="speed-up to reach, as in 1.5: find the least drift (default: none)",
+        help="speed-up to reach, as in 1.5: find the settings with the least drift (default: none)",
     )
-    parser.add_argument("--metric", metavar="NAME", help="what measures drift: lpips, mse or dino (default: lpips)")
+    parser.add_argument("--metric", metavar="NAME", help="metric of drift: lpips, mse or dino (default: lpips)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,5 +1,4 @@
-"""`tokenmerge generate`: the plain picture beside pictures of the same seed with techniques, what each took and how far
-it drifted."""
+"""`tokenmerge generate`: the plain picture beside pictures with techniques from the same seed, with time and drift."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ from .studio import Setup, Studio, is_calibrated
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Setup):
-    """What was asked for."""
+    """The request of `generate`."""
 
     prompt: str
-    techniques: Sequence[str] | None = None  # as typed; without, those of the model's family
+    techniques: Sequence[str] | None = None  # as typed; None for the defaults of the model's family
     ratios: Sequence[float] | None = None
     seed: int = 0
     number: int = 1
@@ -57,11 +56,11 @@ class Shot:
     picture: Image.Image
     seconds: float
     tokens: str
-    kinds: dict[str, int]  # of its steps: full, merged, held, skipped; empty of plain pictures
+    kinds: dict[str, int]  # number of steps per kind: full, merged, held, skipped; empty for plain pictures
     speed_up: float = 1.0
     drift: dict[str, float] = field(default_factory=dict)
     overlay: Image.Image | None = None
-    estimate: Drift | None = None  # what Hold's own errors tell, without the plain picture
+    estimate: Drift | None = None  # drift estimated from Hold's own errors, without the plain picture
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -79,7 +78,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Result:
-    """What was drawn, and where it was written."""
+    """The pictures that were drawn, and where they were written."""
 
     rows: list[list[Shot]]
     path: Path
@@ -94,7 +93,7 @@ class Result:
 
 
 def compare_pictures(asked: Comparison) -> Result:
-    """Load a model, draw the pictures, write them side by side."""
+    """Load a model, draw the pictures and write them side by side."""
     path = asked.out or Path(f"{slug(asked.prompt)}-{asked.seed}.png")
     typed = None if asked.techniques is None else read_configurations(asked.techniques, asked.ratios)
     check_picture_file(path)
@@ -102,8 +101,8 @@ def compare_pictures(asked: Comparison) -> Result:
     configurations = typed or read_configurations(default_techniques(studio.outline.family), asked.ratios)
     if asked.show_destinations and not any(_merges(each) for each in configurations):
         raise TokenMergeError(
-            "--show-destinations shows what merges, and nothing merges here; add a technique that does, such as "
-            f"{studio.outline.family.merging}"
+            "--show-destinations shows which tokens merge, but nothing merges here; add a technique that merges, such "
+            f"as {studio.outline.family.merging}"
         )
     for configuration in configurations:
         studio.check(configuration)
@@ -116,8 +115,10 @@ def compare_pictures(asked: Comparison) -> Result:
 
 
 def draw_rows(studio: Studio, asked: Comparison, configurations: Sequence[Configuration]) -> list[list[Shot]]:
-    """For every seed a picture of each configuration, the plain one first. Two laps take turns, and the faster counts,
-    so that a slow moment of the machine, or a first kernel, costs none of them its place."""
+    """For every seed one picture per configuration, the plain one first.
+
+    Configurations take turns in two laps, and the faster lap counts. So slow moments and first launches do not.
+    """
     columns: list[list[Shot]] = []
     if is_calibrated(configurations):
         studio.pipe.set_progress_bar_config(desc=f"{'calibration':>12}", leave=False)
@@ -146,37 +147,40 @@ def take_shot(
     overlay: bool = False,
     on_step: Callable[[int], None] | None = None,
 ) -> Shot:
-    """One picture of a studio that has its configuration. overlay: show what merged; on_step: as in `request.draw`."""
+    """Draw one picture with the studio's present configuration.
+
+    overlay: show which tokens merged; on_step: as in `request.draw`.
+    """
     (picture,), seconds = studio.draw(prompt, (seed,), on_step=on_step)
     merged = _overlay(studio.pipe, picture) if overlay else None
-    told = api.summary(studio.pipe)
+    summary = api.summary(studio.pipe)
     tokens = token_counts(studio.pipe)
-    return Shot(configuration, seed, picture, seconds, tokens, told.steps, overlay=merged, estimate=told.drift)
+    return Shot(configuration, seed, picture, seconds, tokens, summary.steps, overlay=merged, estimate=summary.drift)
 
 
 def _configure(studio: Studio, configuration: Configuration, asked: Comparison) -> None:
-    """Begin a lap."""
+    """Begin a lap of a configuration."""
     studio.configure(configuration)
     studio.pipe.set_progress_bar_config(desc=f"{configuration.label[-40:]:>12}", leave=False)
-    # What is compiled must have seen every kind of step.
+    # Compiled code must have seen every kind of step.
     for _ in range(warm_ups(studio.way) if studio.way else 0):
         studio.draw(asked.prompt, asked.seeds[:1])
 
 
 def _timed_again(studio: Studio, shot: Shot, prompt: str) -> Shot:
-    """The same, with the seconds of the faster lap."""
+    """The shot with the seconds of the faster lap."""
     _, seconds = studio.draw(prompt, (shot.seed,))
     return replace(shot, seconds=min(shot.seconds, seconds))
 
 
 def compared(shot: Shot, plain: Shot) -> Shot:
-    """The same, with how it compares with the plain one of its seed."""
+    """The shot with its speed-up and drift against the plain shot of its seed."""
     drift = compare(to_tensor(plain.picture), to_tensor(shot.picture))
     return replace(shot, speed_up=plain.seconds / shot.seconds, drift=drift)
 
 
 def report(rows: Sequence[Sequence[Shot]]) -> str:
-    """The table a person reads."""
+    """The table for people to read."""
     header = ["seed", "technique", "seconds", "speed-up", "steps", "tokens", "MSE", "PSNR", "estimated", "SSIM"]
     shots = [shot for row in rows for shot in row]
     lines = []
@@ -193,19 +197,19 @@ def report(rows: Sequence[Sequence[Shot]]) -> str:
     if any(shot.estimate is not None and not shot.estimate.calibrated for shot in shots):
         notes.append(UNCALIBRATED)
     if any(shot.kinds.get(MERGED) and shot.speed_up < 1 for shot in shots):
-        notes.append("Below 1.00x merging cost more than it saved: there are too few tokens. Try a larger --size.")
+        notes.append("Below 1.00x, merging cost more than it saved: there are too few tokens. Try a larger --size.")
     return "\n\n".join([table(header, lines), *dict.fromkeys(note for note in notes if note)])
 
 
 def saves_nothing(label: str, kinds: dict[str, int]) -> str | None:
-    """What to say where a technique was applied, and no step was merged or held. kinds: of the steps of an image."""
+    """A note if a technique was applied but no step was merged or held. kinds: number of steps per kind."""
     if not kinds or kinds.get(MERGED) or kinds.get(HELD):
         return None
     return f"{label}: {describe_steps(kinds)}"
 
 
 def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
-    """One picture with everything: for each seed the pictures, and under them where they differ from the plain one."""
+    """One picture of everything: for each seed the pictures, and below them where they differ from the plain one."""
     panels = []
     for plain, *others in rows:
         corner = blank(plain.picture)
@@ -227,7 +231,7 @@ def compose(rows: Sequence[Sequence[Shot]], prompt: str) -> Image.Image:
 
 
 def _title(configuration: Configuration) -> str:
-    """For people who do not know the presets: what is done, then by which."""
+    """A title for people who do not know the presets: what is done, then by which configuration."""
     merge, hold = configuration.techniques
     words = ["merged" if merge else "", "held" if hold else "", "cached" if configuration.cache else ""]
     words.append(f"in {configuration.schedule.steps} steps" if configuration.schedule else "")
@@ -240,7 +244,7 @@ def _merges(configuration: Configuration) -> bool:
 
 
 def _overlay(pipe: Any, picture: Image.Image) -> Image.Image | None:
-    """What merged into what at the end, in the group with the most tokens, if there is one."""
+    """What merged into what in the last merged step, in the group with the most tokens; None if nothing merged."""
     group = max(token_maps(pipe), key=lambda group: group.grid.count, default=None)
     if group is None:
         return None

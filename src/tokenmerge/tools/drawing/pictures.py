@@ -18,9 +18,9 @@ from ..files import check_writable, write_file
 
 _PAPER, _INK, _GREY = (255, 255, 255), (24, 24, 28), (110, 110, 118)
 _GAP = 12
-# A third of the time that PNG takes by default, for a tenth more bytes.
+# Takes a third of PNG's default time, for a tenth more bytes.
 _PNG: dict[str, Any] = {"compress_level": 3}
-# From no difference to this one and larger ones: black over violet and orange to pale yellow.
+# Colours of differences, from none (black) to `_BRIGHTEST` and more (pale yellow).
 _BRIGHTEST = 96.0
 _HEAT = torch.tensor([[0, 0, 4], [87, 16, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]], dtype=torch.float32)
 
@@ -75,23 +75,23 @@ def to_picture(values: Tensor) -> Image.Image:
 
 
 def blank(like: Image.Image) -> Image.Image:
-    """A picture of paper, as large as another."""
+    """A picture of plain paper with the size of another."""
     return Image.new("RGB", like.size, _PAPER)
 
 
 def difference(reference: Image.Image, test: Image.Image) -> Image.Image:
-    """Where two pictures differ, in the mean over colours: black is equal, pale yellow `_BRIGHTEST` of 255 or more."""
-    apart = (to_tensor(reference).float() - to_tensor(test).float()).abs().mean(-1)
-    place = (apart / _BRIGHTEST).clamp(0, 1) * (len(_HEAT) - 1)
+    """Mean absolute difference over colours: black for none, pale yellow for `_BRIGHTEST` of 255 and more."""
+    differences = (to_tensor(reference).float() - to_tensor(test).float()).abs().mean(-1)
+    place = (differences / _BRIGHTEST).clamp(0, 1) * (len(_HEAT) - 1)
     lower = place.long().clamp_max(len(_HEAT) - 2)
     colours = torch.lerp(_HEAT[lower], _HEAT[lower + 1], (place - lower)[..., None])
     return to_picture(colours.round().to(torch.uint8))
 
 
 def overlay_map(picture: Image.Image, grid: TokenGrid, owners: Tensor, regions: Tensor, scale: int = 1) -> Image.Image:
-    """A picture with its regions outlined, its destinations dotted, and a line from every token to its destination.
+    """A picture with regions outlined, destinations dotted, and a line from each token to its destination.
 
-    owners: [N] token index of the destination that a token merges into most; regions: [N] region number of a token.
+    owners: [N] index of the destination that each token merges into most; regions: [N] region number of each token.
     """
     base = picture.convert("RGB").resize((picture.width * scale, picture.height * scale), Image.Resampling.LANCZOS)
     canvas = Image.blend(base, Image.new("RGB", base.size, _PAPER), 0.35)
@@ -120,7 +120,7 @@ def overlay_map(picture: Image.Image, grid: TokenGrid, owners: Tensor, regions: 
 
 
 def check_picture_file(path: Path) -> None:
-    """Refuse where `save_picture` could not write, before there is a picture to lose."""
+    """Refuse a file that `save_picture` could not write, before there is a picture to lose."""
     known = Image.registered_extensions()
     if known.get(path.suffix.lower()) not in Image.SAVE:
         raise TokenMergeError(f"{path} does not end like a picture file; use .png, .jpg or .webp")
@@ -128,7 +128,7 @@ def check_picture_file(path: Path) -> None:
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a picture whole or not at all, in the format that its name ends in."""
+    """Write a picture whole or not at all, in the format of the file's ending."""
     kind = Image.registered_extensions()[path.suffix.lower()]
     write_file(path, lambda file: picture.save(file, format=kind, **(_PNG if kind == "PNG" else {})))
 
@@ -150,7 +150,7 @@ def _height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont, text: str) -> in
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """`text`, cut with an ellipsis where it would be wider than `width`."""
+    """`text`, cut with an ellipsis if it is wider than `width`."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:

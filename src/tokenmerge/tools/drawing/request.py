@@ -1,4 +1,4 @@
-"""What to draw, and drawing it with a pipeline."""
+"""Requests to draw, and how a pipeline draws them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..measure import timed
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw."""
+    """A picture to draw, without its seed."""
 
     prompt: str
     steps: int
@@ -30,7 +30,7 @@ class Request:
     defaults: CallDefaults = field(default_factory=CallDefaults)
 
     def arguments(self, pipeline: Any) -> dict[str, Any]:
-        """The call of a pipeline, but for seeds. pipeline: the class or an object of it."""
+        """The arguments of the pipeline call, without seeds. pipeline: the class or an instance."""
         guidance = {} if self.guidance is None else {self.defaults.guidance_argument: self.guidance}
         arguments = {**self.defaults.call, **guidance}
         unknown = sorted(set(arguments) - set(inspect.signature(pipeline.__call__).parameters))
@@ -44,16 +44,16 @@ class Request:
 def draw(
     pipe: Any, request: Request, seeds: Sequence[int], on_step: Callable[[int], None] | None = None
 ) -> tuple[list[Image.Image], float]:
-    """A batch of pictures, one for each seed, and the seconds it took.
+    """A batch of pictures, one per seed, and the seconds it took.
 
-    on_step: hears how many steps are done, after each. What it raises ends the call.
+    on_step: called after each step with the number of steps done. An exception from it ends the call.
     """
     check_seeds(*seeds)
     arguments = request.arguments(pipe)
     if on_step is not None:
-        arguments |= _heard(pipe, on_step)
+        arguments |= _callback(pipe, on_step)
     device = torch.device(pipe._execution_device)
-    # On the CPU, so that a seed means the same noise on every machine.
+    # On the CPU a seed gives the same noise on every machine.
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     arguments |= {"generator": generators, "num_images_per_prompt": len(seeds)}
     try:
@@ -61,13 +61,13 @@ def draw(
     except TokenMergeError:
         raise
     except ValueError as error:
-        # The pipeline's own checks of its arguments: a size it cannot do, say.
+        # The pipeline checks its arguments itself, such as the size.
         raise TokenMergeError(f"{type(pipe).__name__} refused: {error}") from error
     except AssertionError as error:
-        # Schedulers and packages of step caches check by it, mostly without a word.
+        # Schedulers and step caches use assertions as checks, mostly without a message.
         raise TokenMergeError(
-            f"{type(pipe).__name__} cannot draw so with {type(pipe.scheduler).__name__} ({first_line(error)}); leave "
-            "out the step cache, schedule or --scheduler"
+            f"{type(pipe).__name__} cannot draw this with {type(pipe.scheduler).__name__} ({first_line(error)}); "
+            "leave out the step cache, schedule or --scheduler"
         ) from error
     except torch.OutOfMemoryError as error:
         raise TokenMergeError(
@@ -77,12 +77,12 @@ def draw(
 
 
 def tells_steps(pipeline: type) -> bool:
-    """Whether pipelines of a class tell of their steps, as `on_step` needs it."""
+    """Whether pipelines of this class report their steps, which `on_step` needs."""
     return not {"callback_on_step_end", "callback"}.isdisjoint(inspect.signature(pipeline.__call__).parameters)
 
 
-def _heard(pipe: Any, on_step: Callable[[int], None]) -> dict[str, Any]:
-    """The arguments of a pipeline's call that make it tell of its steps."""
+def _callback(pipe: Any, on_step: Callable[[int], None]) -> dict[str, Any]:
+    """The arguments that make a pipeline call `on_step` after each step."""
     if "callback_on_step_end" not in inspect.signature(pipe.__call__).parameters:
         return {"callback": lambda step, *_: on_step(step + 1), "callback_steps": 1}
 
@@ -94,11 +94,11 @@ def _heard(pipe: Any, on_step: Callable[[int], None]) -> dict[str, Any]:
 
 
 def token_counts(pipe: Any) -> str:
-    """Tokens before and after merging, of every group that merged in the last image."""
+    """Tokens before and after merging, for every group that merged in the last image."""
     counts = dict.fromkeys(str(group["tokens"]) for group in api.summary(pipe).groups)
     return ", ".join(count for count in counts if "->" in count)
 
 
 def slug(prompt: str) -> str:
-    """A prompt as part of a file's name."""
+    """A prompt as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"

@@ -1,4 +1,4 @@
-"""Studio: a model on a device, ready to draw with any configuration. Weights are loaded when they are needed."""
+"""Studio: a model on a device, ready to draw with any configuration. Loads weights when they are needed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..solvers import scheduler_named
 from ..typed import PLAIN, Configuration
 from .request import Request, draw
 
-# Of a picture that shows whether a configuration works at all.
+# Steps of a trial picture, which shows whether a configuration works at all.
 _TRIAL_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model, and what is chosen for all of its pictures; None stands for the model's or the machine's own."""
+    """A model and the settings for all its pictures. None means the default of the model or the machine."""
 
     model: str
     size: tuple[int, int] | None = None  # width, height
@@ -41,31 +41,32 @@ class Setup:
     compile: str | None = None
     threads: int | None = None
     safetensors: bool = False  # refuse weights in formats that may hold code
-    scheduler: str | None = None  # by name, in place of the pipeline's own
+    scheduler: str | None = None  # name of a scheduler that replaces the pipeline's own
 
 
 class Studio:
-    """Draws with one configuration after the other. What can be refused without weights is refused without them."""
+    """Draws with one configuration after the other. Refuses what it can before it loads weights."""
 
     def __init__(self, setup: Setup, device: torch.device | None = None) -> None:
         self.device = device or best_device(setup.device)
         self.way = way_on(self.device, setup.compile)
         self.dtype = dtype_on(self.device, setup.dtype)
         if setup.threads is not None:
-            # Also where a GPU computes: sums on the CPU round by the number of threads.
+            # On a GPU too: rounding of sums on the CPU depends on the number of threads.
             torch.set_num_threads(setup.threads)
         self.outline = outline(setup.model)
         self.request = self.asked(setup.size, setup.steps, setup.guidance)
         self.mag_ratios: Sequence[float] | None = None
         self._safetensors = setup.safetensors
         self._scheduler = setup.scheduler
-        # What has to be undone before the next configuration, the last first.
+        # What to undo before the next configuration, last first.
         self._undo = ExitStack()
+        # How often a step of the plain pipeline calls the denoiser, once measured.
         self._calls: int | None = None
         self._configured = Configuration(PLAIN)
 
     def asked(self, size: tuple[int, int] | None, steps: int | None, guidance: float | None = None) -> Request:
-        """A request to draw that the model can meet; None stands for its own."""
+        """A request that the model can meet. None means the model's default."""
         width, height = size or self.outline.own_size
         self.outline.check_size(width, height)
         defaults = self.outline.defaults
@@ -88,13 +89,13 @@ class Studio:
         return "pipe" in vars(self)
 
     def unload(self) -> None:
-        """Give the weights back; the next picture loads them again."""
+        """Free the weights. The next picture loads them again."""
         if self.is_loaded:
             del self.pipe
             free_memory(self.device)
 
     def check(self, configuration: Configuration) -> None:
-        """Refuse what the model does not go with, as far as its config files tell."""
+        """Refuse a configuration that does not suit the model, as far as its config files show."""
         request, hold = self.request, configuration.techniques.hold
         if configuration.cache:
             check_compiled_cache(self.way)
@@ -108,11 +109,11 @@ class Studio:
         self.outline.plan(configuration.techniques, request.width, request.height, steps=steps)
 
     def steps_of(self, configuration: Configuration) -> int:
-        """Of a picture: as the schedule says, or else as all pictures have them."""
+        """Steps of a picture: those of the configuration's schedule, if any, else those of all pictures."""
         return (configuration.schedule and configuration.schedule.steps) or self.request.steps
 
     def attempt(self, configuration: Configuration, prompt: str) -> None:
-        """Refuse what only the loaded model tells: that a scheduler or a rival does not go with it."""
+        """Refuse a scheduler or rival that fails on the loaded model, by a trial picture."""
         steps = min(_TRIAL_STEPS, self.steps_of(configuration))
         calls = self._calls_a_step(prompt) if configuration.cache else 1
         with ExitStack() as undo:
@@ -134,21 +135,24 @@ class Studio:
         return self._calls
 
     def configure(self, configuration: Configuration) -> None:
-        """From now on, draw with this configuration."""
+        """Draw with this configuration from now on."""
         self.restore()
         run = Run(self.steps_of(configuration), self._calls or 1, self.mag_ratios)
         self._switch_on(configuration, run, self._undo, compiled=True)
         self._configured = configuration
 
     def _switch_on(self, configuration: Configuration, run: Run, undo: ExitStack, *, compiled: bool = False) -> None:
-        """A schedule before techniques, which follow the scheduler; a cache after them, since it sees their blocks."""
+        """Switch on a schedule, techniques and a cache, in this order.
+
+        Techniques follow the scheduler that they find, and a cache must see the blocks as techniques leave them.
+        """
         if configuration.schedule:
             undo.enter_context(configuration.schedule.enabled(self.pipe, run))
         api.apply(self.pipe, configuration.techniques)
         undo.callback(api.remove, self.pipe)
-        # With a cache calls run as they are: what it decides cannot be recorded.
+        # With a cache, nothing is compiled: its decisions cannot be recorded.
         if compiled and self.way and not configuration.cache:
-            # Code compiled for other token counts before, in this process, might serve these too and round differently.
+            # Code that this process compiled for other token counts might be reused here and round differently.
             torch.compiler.reset()
             compile_as(self.pipe, self.way)
             undo.callback(uncompile, self.pipe)
@@ -156,19 +160,19 @@ class Studio:
             undo.enter_context(configuration.cache.enabled(self.pipe, run))
 
     def restore(self) -> None:
-        """The model as it was loaded."""
+        """Bring the model back to how it was loaded."""
         self._configured = Configuration(PLAIN)
         self._undo.close()
 
     @property
     def graphs(self) -> int | None:
-        """How many kinds of call are replayed as CUDA graphs so far; None where none are to be."""
+        """How many kinds of call are replayed as CUDA graphs so far; None if graphs are off."""
         if self._configured.cache and self.way:
             return 0
         return recordings(denoiser_of(self.pipe))
 
     def calibrate(self, prompt: str, seed: int) -> None:
-        """Measure what some caches need to know of the plain model."""
+        """Measure what some caches must know about the plain model."""
         self.mag_ratios = calibrate(self.pipe, lambda: self.draw(prompt, (seed,)), self.request.steps)
 
     def draw(
@@ -178,12 +182,14 @@ class Studio:
         steps: int | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> tuple[list[Image.Image], float]:
-        """A batch of pictures, one for each seed, and the seconds it took. steps: if not those of the configuration.
-        on_step: as in `request.draw`."""
+        """A batch of pictures, one per seed, and the seconds it took.
+
+        steps: None for those of the configuration; on_step: as in `request.draw`.
+        """
         steps = steps or self.steps_of(self._configured)
         return draw(self.pipe, replace(self.request, prompt=prompt, steps=steps), seeds, on_step)
 
 
 def is_calibrated(configurations: Sequence[Configuration]) -> bool:
-    """Whether any of them has a cache that needs `calibrate`."""
+    """Whether any configuration has a cache that needs `calibrate`."""
     return any(each.cache is not None and each.cache.calibrated for each in configurations)

@@ -1,5 +1,4 @@
-"""DBCache of the package cache-dit, with and without TaylorSeer: the first blocks of a transformer decide whether the
-others run."""
+"""DBCache from the package cache-dit: the first blocks of a transformer decide whether the others run."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ..loading import Outline
 from .base import Field, Kind, Run
 from .restoring import unchanged
 
-# In the names of its config. `fn` is not the package's 8, which small models do not have.
+# Our names for the fields of its config. `fn` is 1, not the package's 8: small models have fewer blocks.
 _CONFIG = {
     "threshold": "residual_diff_threshold",
     "fn": "Fn_compute_blocks",
@@ -46,11 +45,11 @@ class CacheDit(Kind):
     def check(self, model: Outline, values: Mapping[str, Any], steps: int) -> None:
         denoiser = type(model.denoiser).__name__
         if model.family.stages is not None:
-            raise TokenMergeError(f"cache-dit is for transformers, and {denoiser} is a UNet; use deepcache")
+            raise TokenMergeError(f"cache-dit is for transformers, but {denoiser} is a UNet; use deepcache")
         super().check(model, values, steps)
         _, prefixes = _package().supported_pipelines()
         if not (model.pipeline or "").startswith(tuple(prefixes)):
-            raise TokenMergeError(f"cache-dit does not know {model.pipeline}; leave it out")
+            raise TokenMergeError(f"cache-dit does not support {model.pipeline}; leave it out")
         blocks, wanted = len(model.family.blocks(model.denoiser)), values["fn"] + values["bn"]
         if wanted >= blocks:
             raise TokenMergeError(
@@ -62,12 +61,12 @@ class CacheDit(Kind):
     def enabled(self, pipe: Any, values: Mapping[str, Any], run: Run) -> Iterator[None]:
         if run.calls not in (1, 2):
             raise TokenMergeError(
-                f"cache-dit knows one or two calls of the denoiser in a step, and {type(pipe).__name__} makes "
-                f"{run.calls}; leave it out"
+                f"cache-dit supports one or two denoiser calls per step, but {type(pipe).__name__} makes {run.calls}; "
+                "leave it out"
             )
         package, order = _package(), values["taylorseer"]
-        settings = {told: values[name] for name, told in _CONFIG.items()}
-        # Where each half of guidance has a call, it would take one half for the next step of the other.
+        settings = {theirs: values[ours] for ours, theirs in _CONFIG.items()}
+        # Otherwise it would take the two calls of guidance for two steps.
         settings["enable_separate_cfg"] = run.calls == 2
         seer = package.TaylorSeerCalibratorConfig(taylorseer_order=order) if order else None
         with unchanged(pipe, denoiser_of(pipe)):
@@ -79,7 +78,7 @@ class CacheDit(Kind):
 
 
 def _package() -> Any:
-    """cache-dit, told to be quiet: it writes to where results are printed."""
+    """The package, with its log silenced: it would mix with printed results."""
     import cache_dit
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:

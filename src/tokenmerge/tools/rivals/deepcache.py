@@ -1,4 +1,4 @@
-"""DeepCache, by its own package: between full steps a UNet runs its outermost layers and reuses what is deeper."""
+"""DeepCache, by its own package: between full steps a UNet runs its outer layers only and reuses deeper features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..loading import Outline
 from .base import Field, Kind, Run
 from .restoring import unchanged
 
-# As the package counts them, of every down block.
+# Branches per down block, as the package counts them.
 _BRANCHES = 3
 
 
@@ -32,14 +32,14 @@ class DeepCache(Kind):
         denoiser = model.denoiser
         if not isinstance(denoiser, UNet2DConditionModel):
             raise TokenMergeError(
-                f"DeepCache is for UNets (UNet2DConditionModel), and this is a {type(denoiser).__name__}; use "
+                f"DeepCache is for UNets (UNet2DConditionModel), but this is a {type(denoiser).__name__}; use "
                 "cache-dit, or a step cache of diffusers"
             )
         super().check(model, values, steps)
         most = _BRANCHES * len(denoiser.down_blocks) - 1
         if values["branch"] > most:
             raise TokenMergeError(
-                f"branch is {values['branch']}, and {type(denoiser).__name__} has branches from 0 to {most}; the "
+                f"branch is {values['branch']}, but {type(denoiser).__name__} has branches from 0 to {most}; the "
                 "larger it is, the more layers run in every step"
             )
 

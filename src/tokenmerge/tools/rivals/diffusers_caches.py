@@ -1,6 +1,6 @@
-"""Step caches of diffusers: `first-block:threshold=0.1`. They skip work that hardly changes between steps.
+"""Step caches of diffusers, as in `first-block:threshold=0.1`. They skip work that hardly changes between steps.
 
-Pipelines forget what a cache holds at the end of every call.
+Pipelines clear a cache at the end of every call.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from .base import Field, Kind, Run
 Bounds = tuple[float, float]
 _SOME: Bounds = (1, math.inf)
 _ANY: Bounds = (0, math.inf)
-# A list of numbers, as diffusers prints what it has calibrated.
+# The form in which diffusers prints calibrated ratios: a list of numbers.
 _PRINTED = re.compile(r"^\[[-+.\de]+(?:, [-+.\de]+)*\]$", re.MULTILINE)
 
 
 class DiffusersCache(Kind):
-    """A cache by its config's class in diffusers, and the fields that may be set with the least and most they may be.
-    Other fields follow from the pipeline, or have no meaning for pictures."""
+    """A cache by the name of its config class in diffusers, and the bounds of the fields that may be typed.
+
+    Other fields follow from the pipeline, or have no meaning for pictures.
+    """
 
     noun = "step cache"
 
@@ -51,7 +53,7 @@ class DiffusersCache(Kind):
         }
 
     def config_class(self) -> Any:
-        # Not every version has them all.
+        # Older versions lack some caches.
         found = getattr(diffusers.hooks, self._config, None)
         if found is None:
             raise TokenMergeError(f"diffusers {diffusers.__version__} has no {self._config}; install a newer one")
@@ -71,11 +73,11 @@ class DiffusersCache(Kind):
         try:
             denoiser.enable_cache(self.config_class()(**values, **self.settings(pipe, run)))
         except ValueError as error:
-            # diffusers takes a cache for enabled only when all of it is there, and would leave the rest.
+            # diffusers counts a cache as enabled only once all its hooks are there, and would leave some behind.
             for name in cache_hooks(denoiser) if not denoiser.is_cache_enabled else ():
                 diffusers.hooks.HookRegistry.check_if_exists_or_initialize(denoiser).remove_hook(name, recurse=True)
             raise TokenMergeError(
-                f"the {self.name} cache does not go with {type(denoiser).__name__}: {error}; leave it out"
+                f"the {self.name} cache does not work with {type(denoiser).__name__}: {error}; leave it out"
             ) from error
         try:
             yield
@@ -84,11 +86,11 @@ class DiffusersCache(Kind):
 
 
 class MagCache(DiffusersCache):
-    """Decides by how residuals grow from step to step, which `calibrate` measures."""
+    """Decides by how residuals grow from step to step, as `calibrate` measures."""
 
     def settings(self, pipe: Any, run: Run) -> dict[str, Any]:
         if run.mag_ratios is None:
-            raise RuntimeError(f"the {self.name} cache needs what calibrate measures")
+            raise RuntimeError(f"the {self.name} cache needs ratios from calibrate")
         return {"num_inference_steps": run.steps, "mag_ratios": list(run.mag_ratios)}
 
 
@@ -96,11 +98,11 @@ class FasterCache(DiffusersCache):
     one_call = True
 
     def settings(self, pipe: Any, run: Run) -> dict[str, Any]:
-        # No pipeline here has both halves of guidance in one call, which the other mode splits.
-        told: dict[str, Any] = {"is_guidance_distilled": True}
+        # The other mode splits calls that hold both halves of guidance, which no pipeline here makes.
+        settings: dict[str, Any] = {"is_guidance_distilled": True}
         if "current_timestep_callback" in {item.name for item in fields(self.config_class())}:
-            told["current_timestep_callback"] = lambda: pipe.current_timestep
-        return told
+            settings["current_timestep_callback"] = lambda: pipe.current_timestep
+        return settings
 
 
 MAG = MagCache("mag", "MagCacheConfig", {"threshold": _ANY, "max_skip_steps": _ANY, "retention_ratio": (0, 1)})
@@ -112,7 +114,7 @@ DIFFUSERS_CACHES = (
         "TaylorSeerCacheConfig",
         {
             "cache_interval": _SOME,
-            # It predicts from the steps before.
+            # It predicts from earlier steps, so the first one must run.
             "disable_cache_before_step": _SOME,
             "disable_cache_after_step": _ANY,
             "max_order": _ANY,
@@ -123,19 +125,21 @@ DIFFUSERS_CACHES = (
     FasterCache(
         "faster",
         "FasterCacheConfig",
-        # Timesteps; at the first one, 1000, there is nothing to reuse.
+        # Bounds are timesteps. At the first one, 1000, there is nothing to reuse.
         {"spatial_attention_block_skip_range": _SOME, "spatial_attention_timestep_skip_range": (-1, 1000)},
     ),
 )
 
 
 def calibrate(pipe: Any, draw: Callable[[], object], steps: int) -> list[float]:
-    """How the residual of the plain denoiser grows from step to step, measured in one call of the pipeline: the mag
-    cache decides by it. Where guidance has calls of its own, the first, conditional one counts."""
+    """Ratios by which the plain denoiser's residual grows from step to step, measured in one pipeline call.
+
+    The mag cache decides by them. If guidance makes two calls per step, the first, conditional one counts.
+    """
     denoiser, printed = _cacheable(pipe), io.StringIO()
     denoiser.enable_cache(MAG.config_class()(calibrate=True, num_inference_steps=steps))
     try:
-        # Printing is how diffusers hands them out.
+        # diffusers only prints them.
         with redirect_stdout(printed), timed_calls(denoiser, denoiser.device) as watch:
             draw()
     finally:
@@ -143,14 +147,14 @@ def calibrate(pipe: Any, draw: Callable[[], object], steps: int) -> list[float]:
     found: list[list[float]] = [json.loads(line) for line in _PRINTED.findall(printed.getvalue())]
     if not found or watch.laps != steps * len(found):
         raise TokenMergeError(
-            f"the mag cache counts one call a step, and {type(pipe).__name__} made {watch.laps} in {steps} steps, of "
-            f"which {len(found) * steps} could be calibrated; use another scheduler or another cache"
+            f"the mag cache counts one call per step, but {type(pipe).__name__} made {watch.laps} in {steps} steps, "
+            f"of which {len(found) * steps} could be calibrated; use another scheduler or another cache"
         )
     return found[0]
 
 
 def _cacheable(model: Any) -> Any:
-    """The denoiser of a pipeline, or of itself, if it has caches; on the meta device too."""
+    """The denoiser of a pipeline, or the denoiser itself; an error if diffusers gives it no caches."""
     denoiser: Any = denoiser_of(model)
     if not hasattr(denoiser, "enable_cache"):
         raise TokenMergeError(

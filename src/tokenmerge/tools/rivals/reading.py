@@ -27,37 +27,37 @@ RIVALS = tuple(_KINDS)
 
 @dataclass(frozen=True)
 class Rival:
-    """A rival by name, with a value for every field that may be set."""
+    """A rival by name, with a value for each of its fields."""
 
     name: str
     values: tuple[tuple[str, Any], ...]
 
     @property
     def steps(self) -> int | None:
-        """Of a picture, where it is a schedule."""
+        """Steps of a picture, if the rival is a schedule; else None."""
         kind = _KINDS[self.name]
         return dict(self.values)[kind.counted_by] if isinstance(kind, Schedule) else None
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs ratios that `calibrate` measures."""
+        """Whether it needs the ratios that `calibrate` measures."""
         return self.name == MAG.name
 
     def check(self, model: Outline, steps: int) -> None:
-        """Refuse a missing package, and a model by its config files alone. steps: of the plain schedule."""
+        """Refuse a missing package, and a model by its config files alone. steps: those of the plain schedule."""
         _KINDS[self.name].check(model, dict(self.values), steps)
 
     def check_calls(self, pipe: Any, calls: int, steps: int) -> None:
-        """Refuse a pipeline by how often it called the denoiser in so many steps with this on."""
+        """Refuse a pipeline that made this many denoiser calls in this many steps, with the rival on."""
         _KINDS[self.name].check_calls(pipe, calls, steps)
 
     def enabled(self, pipe: Any, run: Run) -> AbstractContextManager[None]:
-        """Switched on inside of a `with` block. Afterwards the pipeline is exactly as it was before."""
+        """Switch it on inside a `with` block. Afterwards the pipeline is exactly as it was before."""
         return _KINDS[self.name].enabled(pipe, dict(self.values), run)
 
     def to_dict(self) -> dict[str, Any]:
-        told = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in self.values}
-        return {"name": self.name, **told}
+        values = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in self.values}
+        return {"name": self.name, **values}
 
 
 def read_rival(text: str) -> Rival:
@@ -90,5 +90,5 @@ def _parser(hint: Any) -> Callable[[str], Any]:
 def _dtype(text: str) -> torch.dtype:
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{text!r} is no dtype of numbers; write float32, float16 or bfloat16")
+        raise ValueError(f"{text!r} is not a floating-point dtype; write float32, float16 or bfloat16")
     return found

@@ -1,4 +1,4 @@
-"""Put objects back as they were, whatever a package has left on them."""
+"""Restore objects that a package has changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _ABSENT = object()
 
 @contextmanager
 def unchanged(pipe: Any, denoiser: nn.Module) -> Iterator[None]:
-    """Afterwards a pipeline, its class and all modules of its denoiser have the attributes and submodules that they had
-    before, in the same order. Packages leave forwards, flags and statistics behind when they are switched off."""
+    """Restore the attributes and submodules of a pipeline, its class and its denoiser's modules after a `with` block.
+
+    Submodules keep their order. Packages leave forwards, flags and statistics behind when they are switched off.
+    """
     modules = list(denoiser.modules())
     holders = [(holder, dict(vars(holder))) for holder in (pipe, type(pipe), *modules)]
     children = [(module, dict(module._modules)) for module in modules]
@@ -30,7 +32,7 @@ def unchanged(pipe: Any, denoiser: nn.Module) -> Iterator[None]:
 
 
 def _restore(holder: Any, before: dict[str, Any]) -> None:
-    # The attributes of a class are not to be written in place, and modules would take some for parameters.
+    # vars() of a class is read-only, and setattr on a module would register some values as parameters.
     put = (lambda name, value: setattr(holder, name, value)) if isinstance(holder, type) else vars(holder).__setitem__
     drop = (lambda name: delattr(holder, name)) if isinstance(holder, type) else vars(holder).__delitem__
     for name in [name for name in vars(holder) if name not in before]:

@@ -13,10 +13,10 @@ from .base import Field, Kind, Run
 
 
 class Schedule(Kind):
-    """A number of steps, and perhaps another scheduler. counted_by: the field that gives the number."""
+    """A number of steps, and perhaps another scheduler."""
 
     noun = "schedule"
-    counted_by: str
+    counted_by: str  # the field that gives the number of steps
 
 
 class FewerSteps(Schedule):
@@ -30,10 +30,10 @@ class FewerSteps(Schedule):
     def check(self, model: Outline, values: Mapping[str, Any], steps: int) -> None:
         super().check(model, values, steps)
         if values["count"] == steps:
-            raise TokenMergeError(f"the plain schedule has {steps} steps too; ask for another count")
+            raise TokenMergeError(f"the plain schedule has {steps} steps too; use another count")
 
     def enabled(self, pipe: Any, values: Mapping[str, Any], run: Run) -> AbstractContextManager[None]:
-        # The number of steps is an argument of every call.
+        # The number of steps is an argument of every pipeline call.
         return nullcontext()
 
 
