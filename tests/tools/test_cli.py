@@ -258,7 +258,7 @@ WRONG = {
     "--techniques hodl": "(did you mean 'hold'?)",
     "--techniques hold:every=0": "every is 0",
     "--ratios 0.5,x": "--ratios: '0.5,x' is not a list of numbers, as in 0.25,0.5",
-    "--techniques hold --ratios 0.5": "--ratios is for techniques that merge without a typed ratio, but there is only hold",
+    "--techniques hold --ratios 0.5": "techniques that merge without a typed ratio, but there is only hold",
     "--threads 0": "--threads: 0 is out of range; it must be 1 or more",
     "--device cuda:77": "cannot be used",
     "--dtype int8": "--dtype: invalid choice: 'int8'",
