@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
+from inspect import cleandoc
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ def test_every_field_has_a_sentence_and_nothing_else_has(cls: type[Merge] | type
         assert len(sentence.split()) >= 3, f"{name} is not explained"
         assert "  " not in sentence
         assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_docs_may_have_lost_their_indentation(cls: type[Merge] | type[Hold], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python does from 3.13 on."""
+    docs = cls.field_docs()
+    monkeypatch.setattr(cls, "__doc__", cleandoc(cls.__doc__ or ""))
+    assert cls.field_docs() == docs
 
 
 def test_a_sentence_of_two_lines_is_one() -> None:

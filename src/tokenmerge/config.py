@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from inspect import cleandoc
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
@@ -117,11 +118,12 @@ class Technique(ABC):
     @classmethod
     def field_docs(cls) -> dict[str, str]:
         """What each field means, from the `Attributes:` section of the class's docstring."""
-        _, _, section = (cls.__doc__ or "").partition("Attributes:\n")
+        # From Python 3.13 on, docstrings lose their indentation when they are compiled.
+        _, _, section = cleandoc(cls.__doc__ or "").partition("Attributes:\n")
         docs: dict[str, str] = {}
         name = ""
         for line in section.splitlines():
-            found = re.fullmatch(r" {8}(\w+): (.+)", line)
+            found = re.fullmatch(r" {4}(\w+): (.+)", line)
             if found:
                 name = found[1]
                 docs[name] = found[2]
