@@ -265,13 +265,13 @@ def test_an_exchanged_scheduler_is_followed_or_refused() -> None:
     # What a call asks for is seen, too.
     assert tiny.draw(pipe, steps=9, eta=0.5).isfinite().all()
     pipe.scheduler = diffusers.RePaintScheduler()
-    with pytest.raises(TokenMergeError, match="RePaintScheduler does not tell how samples"):
+    with pytest.raises(TokenMergeError, match="RePaintScheduler does not say how samples"):
         tiny.draw(pipe, steps=9)
 
 
 @pytest.mark.parametrize(
     ("scheduler", "message"),
-    [(None, "no scheduler is known"), (diffusers.RePaintScheduler(), "RePaintScheduler does not tell .* use another")],
+    [(None, "no scheduler is known"), (diffusers.RePaintScheduler(), "RePaintScheduler does not say .* use another")],
 )
 def test_schedulers_that_tell_nothing_are_refused_at_once(scheduler: Any, message: str) -> None:
     unet = tiny.sd_unet()
@@ -285,7 +285,7 @@ def test_a_denoiser_with_two_kinds_of_output_is_refused() -> None:
     known = denoisers.DENOISERS["LTX2VideoTransformer3DModel"]
     denoiser, scheduler = known.build(), diffusers.FlowMatchEulerDiscreteScheduler()
     tokenmerge.apply(denoiser, PREDICTION, scheduler=scheduler)
-    with pytest.raises(TokenMergeError, match="2 tensors of several shapes"):
+    with pytest.raises(TokenMergeError, match="2 tensors of different shapes"):
         known.call(denoiser)
 
 

@@ -45,7 +45,7 @@ def test_noise_falls_along_a_picture(scheduler: Any, changes: dict[str, Any], st
     for name in ("at", "share", "cleared"):
         values = [getattr(place, name) for place in places]
         assert values == sorted(values)
-    assert all(0 <= place.cleared <= 1 and place.weight >= 0 and place.bends > 0 for place in places)
+    assert all(0 <= place.cleared <= 1 and place.weight >= 0 and place.curvature > 0 for place in places)
     assert [place.last for place in places] == [False] * (len(places) - 1) + [True]
 
 

@@ -683,7 +683,7 @@ def test_another_scheduler_after_an_image_that_was_broken_off_is_refused(kind: s
     calls = iter([dict, dict, dict, stop])
     with pytest.raises(KeyboardInterrupt):
         tiny.draw(pipe, steps=8, callback_on_step_end=lambda *_: next(calls)())
-    with pytest.raises(TokenMergeError, match="no step of the scheduler that was given: another loop"):
+    with pytest.raises(TokenMergeError, match="no step of the given scheduler: another loop"):
         tiny.draw(other, steps=steps)
     assert torch.equal(tiny.draw(pipe, steps=8), plain)
 

@@ -177,7 +177,7 @@ def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) 
     pipe = tokenmerge.apply(tiny.build("flux"), techniques)
     held = draw(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
-    with pytest.raises(TokenMergeError, match=r"skips steps, and so does Hold; use one of both: .* or apply a Merge"):
+    with pytest.raises(TokenMergeError, match=r"skips steps, and so does Hold; use only one of them: .* apply Merge"):
         draw(pipe)
     pipe.transformer.disable_cache()
     assert torch.equal(draw(pipe), held)

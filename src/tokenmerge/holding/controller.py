@@ -1,4 +1,4 @@
-"""Holding: which residuals a denoiser call keeps or adds, how far they are extrapolated, and the error of that."""
+"""Holding: the residuals that a denoiser call keeps or adds, how far they are extrapolated, and with what error."""
 
 from __future__ import annotations
 
@@ -22,70 +22,70 @@ RUN, KEEP, HOLD = "run", "keep", "hold"
 
 @dataclass(eq=False)
 class _Part:
-    """What is kept for one part of a step's calls, at one size."""
+    """What is kept for one part of a step's calls (see `DenoiserCall.parts`), at one size."""
 
     samples: int
     shard: Shard | None
-    ahead: Tensor  # see `Residual`
+    ahead: Tensor  # scalars that all residuals of the part share, see `Residual`
     owed: Tensor
-    image: int = -1
-    steps: list[int] = field(default_factory=list)  # the last two kept steps of that image; one if no slope may be used
-    held: list[int] = field(default_factory=list)  # since the last of them; a step without its calls is none
+    image: int = -1  # the image that these steps belong to
+    steps: list[int] = field(default_factory=list)  # the last two kept steps; only one if no slope may be used
+    held: list[int] = field(default_factory=list)  # the steps since then in which this part was held
     residuals: dict[Run, Residual] = field(default_factory=dict)
 
     def start_from(self, *steps: int) -> None:
-        """These are the last kept steps from now on."""
+        """Set the last kept steps; nothing has been held since."""
         self.steps, self.held = [*steps], []
 
     def residual(self, run: Run) -> Residual:
         if run not in self.residuals:
             # Tensors made in inference mode cannot be overwritten outside it.
             with torch.inference_mode(False):
-                # Other runs add zeros, so that one compiled code serves all.
+                # Runs that make up for nothing still add zeros, so that all runs share compiled code.
                 owed = self.owed if run.last or run.adds else torch.zeros_like(self.owed)
                 self.residuals[run] = Residual(run.streams, self.samples, self.ahead, owed)
         return self.residuals[run]
 
 
 class Holding:
-    """Points every run of held blocks at its residual of a call. Sites ask it what to do."""
+    """Points every run of held blocks at its residual for this call. Sites read here what to do."""
 
     def __init__(self, clock: Clock) -> None:
         self.act = RUN
-        self.learning = False  # until a call has shown what can be held
-        self._shown: DenoiserCall | None = None  # that call, if its step is kept
+        self.learning = False  # whether no call has shown yet what can be held
+        self._shown: DenoiserCall | None = None  # the call that shows it, if its step is kept
         self.runs: list[Run] = []
-        self.missed: Tensor | None = None  # by image tokens in held steps, in the runs before, which hand it on
+        self.missed: Tensor | None = None  # correction of image tokens that earlier runs of this call hand on
         self.errors = Errors()
         self._clock = clock
         self._parts_by_size: dict[tuple[Hashable, tuple[Any, ...]], _Part] = {}
-        self._now: list[_Part] = []  # of this call, unless all of it runs
+        self._now: list[_Part] = []  # the parts of this call; empty if it just runs
         self._keeping: int | None = None  # the step of this call, if it is kept
-        self._restart = False
+        self._restart = False  # whether no slope may be used between the last kept step and this one
 
     def add_run(self, run: Run) -> Run:
         self.runs.append(run)
         return run
 
     def begin_image(self) -> None:
-        """Drop residuals of sizes that the last two images did not have: two sizes may alternate."""
+        """Drop residuals of sizes that the last two images did not have. Two sizes may thus alternate."""
         self.errors.begin_image()
         parts = self._parts_by_size.items()
         self._parts_by_size = {key: part for key, part in parts if part.image >= self._clock.image - 2}
 
     def known(self, call: DenoiserCall) -> Kept | None:
-        """What this image has shown about such calls; None unless all parts kept the same steps."""
+        """What this image has shown about calls like this one; None unless all their parts kept the same steps."""
         self._drop_failed()
         parts = self._known_parts(call)
         if len(parts) < len(self._parts(call)) or any(part.steps != parts[0].steps for part in parts):
             return None
         kept = self._kept(parts[0])
-        # The error of a full step is still on its way when the next step begins. We do not wait for it.
-        late = kept.last.number + (self._clock.step > parts[0].steps[-1] + 1)
-        return kept._replace(bend=self.errors.bend(late))
+        # The error of a full step is still on its way from the device when the next step begins. We do not wait for it.
+        before = kept.last.number + (self._clock.step > parts[0].steps[-1] + 1)
+        return kept._replace(bend=self.errors.bend(before))
 
     def _kept(self, part: _Part) -> Kept:
-        """What the kept steps of a part tell, without their errors."""
+        """The kept and held steps of a part, without any error."""
         *before, last = map(self._clock.place, part.steps)
         return Kept(last, before[0] if before else None, held=tuple(map(self._clock.place, part.held)))
 
@@ -98,8 +98,10 @@ class Holding:
         return [part for part in found if part is not None and part.image == self._clock.image and part.steps]
 
     def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None:
-        """Point every run at its residual of this call, and set how far it is extrapolated. restart: no slope may be
-        used between the last kept step and this one, since they run differently."""
+        """Point every run at its residual for this call, and set how far it is extrapolated.
+
+        restart: the last kept step and this one run differently, so that no slope may be used between them.
+        """
         self._drop_failed()
         self.act = HOLD if step.kind == HELD else KEEP if step.keeps else RUN
         if self.learning:
@@ -110,7 +112,7 @@ class Holding:
         self._now, self.missed = [], None
         if self.act == RUN:
             for part in self._known_parts(call):
-                # No slope across a step that ran and was not kept.
+                # A step that ran without being kept: residuals from before it are too old.
                 part.start_from()
             return
         self._point(call)
@@ -121,12 +123,12 @@ class Holding:
                 part.owed.fill_(self._owed(part))
             return
         for part in self._now:
-            # A call that failed may be made again.
+            # A failed call may be repeated.
             if self._clock.step not in part.held:
                 part.held.append(self._clock.step)
 
     def _point(self, call: DenoiserCall) -> None:
-        """Point every run at its residual of a call."""
+        """Point every run at its residual for a call."""
         self._now = [self._part(name, each) for name, each in self._parts(call)]
         for part in self._now:
             part.ahead.fill_(self._distance(part.steps))
@@ -136,7 +138,7 @@ class Holding:
                 run.current = found[0] if len(found) == 1 else Joined(found)
 
     def _part(self, name: Hashable, call: DenoiserCall) -> _Part:
-        """What is kept for a part; every image starts without kept steps."""
+        """What is kept for a part of a call. Every image starts without kept steps."""
         key = name, call.size
         if key not in self._parts_by_size:
             with torch.inference_mode(False):
@@ -149,7 +151,7 @@ class Holding:
         return part
 
     def keep_shown(self, changes: list[tuple[Run, tuple[Tensor | None, ...]]]) -> None:
-        """Keep what runs changed in the call that showed them and just ended, if its step is kept."""
+        """Keep the residuals of the call that showed what can be held, and has just ended, if its step is kept."""
         call, self._shown = self._shown, None
         if call is None or any(not run.serves(call) for run, _ in changes):
             return
@@ -169,18 +171,18 @@ class Holding:
                 if run.current is not None:
                     run.current.leave_inference()
             self._note()
-        # Blocks that are called on their own run.
+        # Blocks that somebody calls outside of the denoiser run.
         self.act = RUN
 
     def _drop_failed(self) -> None:
-        """A call that failed on the way has replaced some residuals only: start again."""
+        """Start again after a failed call, which may have replaced some residuals and not others."""
         if self._keeping is not None:
             for part in self._now:
                 part.start_from()
             self._keeping = None
 
     def _note(self) -> None:
-        """This step was kept: note its error, and whether a slope may be used."""
+        """At the end of a kept step: note its error, and the steps that a slope may be taken between."""
         step, self._keeping = self._keeping, None
         assert step is not None
         for part in self._now:
@@ -193,15 +195,15 @@ class Holding:
             part.start_from(*part.steps[-1:], step)
 
     def _owed(self, part: _Part) -> float:
-        """What held steps since the last kept one have missed, over the error of this step; 0 where it is not to be
-        made up for."""
-        # A solver that clips makes something else of what is added.
+        """`Kept.owed` of this step; 0 if it cannot make up for the held steps before it."""
+        # A solver that clips would cut the correction.
         if not part.steps or self._restart or self._clock.clips:
             return 0.0
         return self._kept(part).owed(self._clock.place())
 
     def _distance(self, steps: list[int]) -> float:
-        """From the last kept step to this one, over the distance between the last two; 0 after one."""
+        """(now - last) / (last - before) in `Place.at`: how far ahead of the last two kept steps this step lies; 0 if
+        there is only one."""
         if len(steps) < 2:
             return 0.0
         before, last, now = (self._clock.place(step).at for step in (*steps[-2:], self._clock.step))
@@ -212,8 +214,7 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted (this one, so far), from the errors of its kept steps; None if nothing was
-        held."""
+        """How far the last image has drifted, estimated from the errors of its kept steps; None if nothing was held."""
         drift = self.errors.drift
         return None if drift is None else drift * self._clock.length
 
@@ -222,7 +223,7 @@ class Holding:
         """Memory of all residuals."""
         return sum(each.nbytes for part in self._parts_by_size.values() for each in part.residuals.values())
 
-    # For CUDA graphs of calls.
+    # For CUDA graphs.
 
     def kind(self) -> Hashable | None:
         return tuple(map(weakref.ref, self._now))

@@ -1,4 +1,4 @@
-"""Errors: how far extrapolations were off, which every kept step shows for nothing. They are read late."""
+"""Errors: how far extrapolations were off. Every kept step measures one at no cost; it is read a step later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .residuals import Residual
 
 @dataclass
 class Measured:
-    """The error of extrapolating to one kept step, from what was known before it."""
+    """The error of extrapolating to one kept step (`now`) from the steps before it (`kept`), for each of its calls."""
 
     now: Place
     kept: Kept
@@ -26,55 +26,56 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Relative, of the worst sample and call; NaN if any is."""
-        read = [call.value for call in self.calls]
-        return math.nan if any(map(math.isnan, read)) else max(read)
+        """Relative error of the worst sample and call; NaN if any is NaN. It decides what may be held."""
+        errors = [call.value for call in self.calls]
+        return math.nan if any(map(math.isnan, errors)) else max(errors)
 
     @property
     def bend(self) -> float | None:
-        """By which is decided what may be held."""
         return bend_of(self.error, self.now, self.kept)
 
     @property
     def mean(self) -> float:
-        """Of the worst sample, over calls: guidance adds their outputs up, and the worst alone says too much."""
+        """Relative error of the worst sample, the mean of all calls. It estimates drift: guidance adds up outputs."""
         return fmean(call.value for call in self.calls)
 
     def drift(self, bend: float | None) -> float | None:
-        """How far the picture drifted in the steps that were held since the last kept one, if it can be told. bend:
-        how much residuals bend, as this error or another tells."""
+        """How far the steps held before this one moved the picture from the plain one; None if unknown.
+
+        bend: `Kept.bend` by this error, or by another if this one says nothing about it.
+        """
         if self.kept.before is None:
-            # One residual was held, without a slope: that needs no bend.
-            here = self.kept.growth_to(self.now)
-            grown = sum(self.kept.growth_to(place) * place.weight for place in self.kept.held)
-            return self.mean * grown / here if here else None
+            # Held without a slope. No bend is needed: the error of a held step is that of this one, scaled by distance.
+            shown = self.kept.growth_to(self.now)
+            missed = sum(self.kept.growth_to(place) * place.weight for place in self.kept.held)
+            return self.mean * missed / shown if shown else None
         *before, last = self.kept.held
         return self.kept._replace(bend=bend, held=tuple(before)).drift_to(last)
 
 
 class Errors:
-    """The errors of one image, in the order of its steps."""
+    """The errors of one image, in the order of its kept steps."""
 
     def __init__(self) -> None:
         self.measured: list[Measured] = []
-        self.assumed: float | None = None  # how much residuals bend, where weights are random and tell nothing of it
+        self.assumed: float | None = None  # replaces measured bends in benchmarks, where weights may be random
 
     def begin_image(self) -> None:
         self.measured = []
 
     def note(self, now: Place, kept: Kept, residuals: Sequence[Residual], shard: Shard | None = None) -> None:
-        """At the end of a call that was kept: its error over all runs of blocks, by the worst sample."""
+        """At the end of a kept call: measure its relative error over all runs, of the worst sample."""
         if not self.measured or self.measured[-1].now.number != now.number:
             self.measured.append(Measured(now, kept))
         squares = torch.stack([residual.squares for residual in residuals]).sum(0)
         if shard is not None:
-            # Of all tokens, so that every process decides as one would that had them all.
+            # Sum over all tokens, so that all processes decide alike.
             torch.distributed.all_reduce(squares, group=shard.group)
         off, length = squares
         self.measured[-1].calls.append(Reading((off / length).max().sqrt()))
 
     def bend(self, before: int) -> float | None:
-        """What the last error before a step told of how much residuals bend; None if there was none."""
+        """`Kept.bend` by the last error before a step that says anything about it; None if there is none."""
         known = [each for each in self.measured if each.now.number < before]
         if self.assumed is not None and any(each.kept.before is not None for each in known):
             return self.assumed
@@ -82,27 +83,29 @@ class Errors:
 
     @property
     def drift(self) -> float | None:
-        """How far the picture drifted, over what the model gives out; None where nothing was held, or what was held
-        cannot be told of. Between kept steps errors add up; those of different ones have nothing in common."""
+        """How far the picture drifted, relative to the model's output; None if nothing was held, or if it is unknown.
+
+        Errors between two kept steps add up. Those after different kept steps are independent, so their squares do.
+        """
         bends = [bend_of(each.mean, each.now, each.kept) for each in self.measured]
-        # Where an error tells nothing of bends, the one before it does; at first, the next.
-        usual = next((bend for bend in bends if bend is not None), None)
+        # An error that says nothing about bends takes that of the one before; the first takes the next.
+        last = next((bend for bend in bends if bend is not None), None)
         drifts = []
         for each, bend in zip(self.measured, bends, strict=True):
-            usual = usual if bend is None else bend
+            last = last if bend is None else bend
             if each.kept.held:
-                drifts.append(each.drift(usual))
+                drifts.append(each.drift(last))
         known = [drift for drift in drifts if drift is not None]
         return math.hypot(*known) or None if len(known) == len(drifts) else None
 
     @property
     def nonsense(self) -> int:
-        """How many errors were not finite."""
+        """The number of errors that were not finite."""
         return sum(not math.isfinite(each.error) for each in self.measured)
 
 
 class Reading:
-    """A number on its way from the device."""
+    """A number that is copied from the device without waiting; reading `value` waits."""
 
     def __init__(self, number: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

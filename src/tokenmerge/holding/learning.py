@@ -1,7 +1,7 @@
 """Learn from one full call which blocks of a denoiser follow each other with nothing between them.
 
-A run is a maximal chain: each block is given exactly what the last one returned, and only blocks of the chain read it.
-We observe this, we do not guess: sites compare tensors by identity, and a dispatch mode sees every read between blocks.
+A run is a maximal chain: each block receives exactly what the last one returned, and only blocks of the chain read it.
+We observe this and do not guess: sites compare tensors by identity, and a dispatch mode sees every read between blocks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..runtime.installing import Placement, Site
 
 # The position of an argument, or its name.
 Key = int | str
-# A tensor, and its state: `_is_written` compares that.
+# A tensor and its `_state`, by which `_is_written` finds out whether it was written to since.
 Given = tuple[Tensor, "int | Tensor"]
-# What a block returned. For every item: (True, number of the stream) or (False, the item itself).
+# The form of a block's output. For every item: (True, number of the stream) or (False, the item itself).
 Form = tuple[tuple[bool, Any], ...]
 
 
 @dataclass(frozen=True)
 class LearnedPorts:
-    """What a block changes, as one call showed it. The same interface as a table's ports."""
+    """What a block changes, as one call showed it. Has the interface of `Ports`."""
 
-    keys: tuple[Key, ...]  # of the arguments that it changes
-    form: Form | None  # None for a single tensor
-    listed: bool = False  # whether the items come in a list
+    keys: tuple[Key, ...]  # the arguments that it changes
+    form: Form | None  # of its output; None for a single tensor
+    listed: bool = False  # whether the output is a list
     in_place: ClassVar[bool] = False  # blocks that write to their arguments are not held
-    text: ClassVar[str] = ""  # nobody knows where text tokens lie
+    text: ClassVar[str] = ""  # unknown: where text tokens lie
 
     @property
     def streams(self) -> int:
@@ -48,7 +48,7 @@ class LearnedPorts:
         return tuple(_argument(key, args, kwargs) for key in self.keys)
 
     def fits(self, output: Any) -> bool:
-        """Whether a block returned the same as in the first call, apart from the tensors' values."""
+        """Whether an output has the form of the first call."""
         if self.form is None:
             return isinstance(output, Tensor)
         if not isinstance(output, list if self.listed else tuple) or len(output) != len(self.form):
@@ -71,35 +71,35 @@ class LearnedPorts:
 def _argument(key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if key in kwargs if isinstance(key, str) else key < len(args):
         return kwargs[key] if isinstance(key, str) else args[key]
-    told = f"by the name {key!r}" if isinstance(key, str) else f"as argument {key}"
+    position = f"argument {key!r}" if isinstance(key, str) else f"positional argument {key}"
     raise TokenMergeError(
-        f"a held block was not given its tokens {told}, unlike in the first call; call the denoiser as before, or "
-        "remove first"
+        f"a held block did not receive its tokens as {position}, unlike in the first call; call the denoiser as "
+        "before, or remove first"
     )
 
 
 @dataclass
 class _Seen:
-    """One block in one call."""
+    """One run of one block in the watched call."""
 
     block: Block
     shapes: dict[Key, tuple[int, ...]]  # of the tensors among its arguments
-    before: list[Given]  # while it runs: all tensors that it was given
-    out: list[weakref.ref[Tensor]] = field(default_factory=list)
+    before: list[Given]  # all tensors in its arguments; only while it runs
+    out: list[weakref.ref[Tensor]] = field(default_factory=list)  # the tensors of its output
     out_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    form: Form | None = None
+    form: Form | None = None  # see `LearnedPorts`
     listed: bool = False
-    fits: bool = False  # it returned tensors, and wrote to none that it was given
-    links: tuple[Key, ...] | None = None  # the arguments of the next block that take this one's output
-    leaks: bool = False  # something that always runs reads its output
-    reads: list[_Seen] = field(default_factory=list)  # blocks whose output it is given, e.g. by a skip connection
-    # Where a run may begin or end: kept until the end of the call.
+    fits: bool = False  # whether it returned tensors, and wrote to none of its arguments
+    links: tuple[Key, ...] | None = None  # the arguments of the next block that take all of this one's output
+    leaks: bool = False  # whether something that always runs reads its output
+    reads: list[_Seen] = field(default_factory=list)  # blocks whose output it receives, e.g. by a skip connection
+    # If a run may begin or end here, its tensors, until the end of the call.
     entered: dict[Key, Given] = field(default_factory=dict)
     left: list[Given] = field(default_factory=list)
-    next: _Seen | None = None
+    next: _Seen | None = None  # the block that ran next
 
     def end_here(self) -> None:
-        """A run may end with this block, and another begin with the next: keep what this block passes on."""
+        """A run may end with this block, and another one begin with the next: keep the tensors between them."""
         tensors = [tensor for each in self.out if (tensor := each()) is not None]
         if len(tensors) == len(self.out) and not self.left:
             self.left = [(each, _state(each)) for each in tensors]
@@ -109,24 +109,23 @@ class _Seen:
 
 @dataclass(frozen=True)
 class LearnedRun:
-    """Blocks that follow each other, with the ports of each. `entered` and `left`: what entered the first block and
-    left the last in the call that showed them; empty if that is gone."""
+    """Blocks that follow each other, with the ports of each."""
 
     blocks: tuple[Block, ...]
     ports: tuple[LearnedPorts, ...]
-    entered: tuple[Tensor, ...]
-    left: tuple[Tensor, ...]
+    entered: tuple[Tensor, ...]  # what entered the first block in the watched call; empty if it was overwritten
+    left: tuple[Tensor, ...]  # what left the last block; empty if it was overwritten
 
 
 class Learner:
-    """Lets the first call of a denoiser show which of its blocks can be held."""
+    """Finds out in the first call of a denoiser which of its blocks can be held, and hands the runs to `learned`."""
 
     def __init__(self, blocks: Sequence[Block], learned: Callable[[list[LearnedRun]], None]) -> None:
         self._blocks = list(blocks)
         self._learned = learned
 
     def watch(self, denoiser: nn.Module) -> None:
-        """At the start of a call. Stops at its end, even if it fails."""
+        """Watch the call that is about to start. Stops at its end, even if it fails."""
         watcher = _Watcher(self._blocks)
 
         def stop(module: nn.Module, _: Any, output: Any) -> None:
@@ -139,13 +138,13 @@ class Learner:
 
 
 class _Watcher(TorchDispatchMode):
-    """Watches one call of a denoiser, until `stop`."""
+    """Watches one call of a denoiser, until `stop`. As a dispatch mode it is active between blocks, not inside them."""
 
     def __init__(self, blocks: list[Block]) -> None:
         super().__init__()
-        self.seen: list[_Seen] = []
-        self._inside = 0
-        self._owners: dict[int, _Seen] = {}  # the block that returned a tensor, by the tensor's id, while it lives
+        self.seen: list[_Seen] = []  # in the order they ran
+        self._inside = 0  # nesting depth of running blocks
+        self._owners: dict[int, _Seen] = {}  # by the id of every living tensor that a block returned: that block
         self._undo: list[Callable[[], None]] = []
         for block in blocks:
             self._watch(block)
@@ -162,7 +161,7 @@ class _Watcher(TorchDispatchMode):
         module: Any = block.module
         compiled = module._compiled_call_impl
         if compiled is not None:
-            # Compiled code would not show its tensors.
+            # Inside compiled code, our site would not see the tensors.
             module._compiled_call_impl = None
         placement = Placement(module, "", [_WatchedSite(self, block)])
 
@@ -177,7 +176,7 @@ class _Watcher(TorchDispatchMode):
     @torch.compiler.disable
     def entered(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._inside:
-            # Compiled code inside a block would not run in a dispatch mode.
+            # Compiled code inside a block cannot run under a dispatch mode.
             self.__exit__(None, None, None)
             self._enter(block, args, kwargs)
         self._inside += 1
@@ -198,7 +197,7 @@ class _Watcher(TorchDispatchMode):
             {key: tuple(value.shape) for key, value in tensors.items()},
             [(each, _state(each)) for each in (*tensors.values(), *deeper) if isinstance(each, Tensor)],
         )
-        # Held blocks pass on plain arguments only, no tensors inside a list or mapping.
+        # A held block cannot pass on tensors inside a list or mapping, so these count as read by others.
         for leaf in deeper:
             self._leak(leaf)
         before = self.seen[-1] if self.seen else None
@@ -216,7 +215,7 @@ class _Watcher(TorchDispatchMode):
         else:
             now.entered = dict(zip(tensors, now.before, strict=False))
         for owner in now.reads:
-            # The tensor of a skip connection still exists, and its reader may not be held.
+            # If the reader is not held, the run must end where the skip connection starts, whose tensor still exists.
             if owner is not before:
                 owner.end_here()
         self.seen.append(now)
@@ -228,7 +227,7 @@ class _Watcher(TorchDispatchMode):
         tensors = [item for item in items if isinstance(item, Tensor)]
         others = [item for item in items if not isinstance(item, Tensor)]
         plain = all(item is None or isinstance(item, bool | int | float) for item in others)
-        # A block that writes to an argument, such as its tokens or a cache, must run.
+        # A block that writes to an argument, such as its tokens or a cache, must always run.
         now.fits = bool(tensors) and plain and not any(_is_written(*each) for each in now.before)
         now.before = []
         now.listed = isinstance(output, list)
@@ -241,7 +240,7 @@ class _Watcher(TorchDispatchMode):
         before = self.seen[-2] if len(self.seen) > 1 else None
         goes_on = now.fits and before is not None and (before.form, before.out_shapes) == (now.form, now.out_shapes)
         if before is not None and not goes_on:
-            # This block's arguments still exist.
+            # The output of the block before still exists as this block's arguments.
             before.end_here()
         for each in tensors:
             self._owners[id(each)] = now
@@ -256,21 +255,21 @@ class _Watcher(TorchDispatchMode):
         if isinstance(value, Tensor) and id(value) in self._owners:
             owner = self._owners[id(value)]
             owner.leaks = True
-            # Copies that `end_here` makes are no further reads.
+            # The copies that `end_here` makes must not count as reads.
             with _disable_current_modes():
                 owner.end_here()
 
     def runs(self, name: str, output: Any) -> list[LearnedRun]:
-        """All runs of at least two blocks; raises if there are none. output: of the denoiser."""
+        """All runs of at least two blocks; raises if there are none. name, output: of the denoiser."""
         if not self.seen:
             raise TokenMergeError(
-                f"no block of {name} ran by itself, so none can be held: take torch.compile off the denoiser, or "
-                "remove first"
+                f"no block of {name} was called as a module, so none can be held; take torch.compile off the denoiser, "
+                "or remove first"
             )
         for leaf in pytree.tree_leaves(output):
             self._leak(leaf)
         found = self._found()
-        # Blocks that are not held always run, and must not read what held blocks pass on.
+        # A block that is not held must not read what a block inside a run returns. Cutting the run may show more leaks.
         while leaks := self._leaks(found):
             for seen in leaks:
                 seen.leaks = True
@@ -278,11 +277,12 @@ class _Watcher(TorchDispatchMode):
         if not found:
             raise TokenMergeError(
                 f"{name} cannot be held: of its {len(self.seen)} blocks no two follow each other with nothing between "
-                "them that reads or changes what they give on; remove first"
+                "them that reads or changes what they pass on; remove first"
             )
         return [_learned(run) for run in found]
 
     def _found(self) -> list[list[_Seen]]:
+        """Runs of at least two blocks, given the leaks that are known so far."""
         # A block that runs twice in a call would need two residuals, so it is not held.
         times = Counter(seen.block.name for seen in self.seen)
         chains: list[list[_Seen]] = [[]]
@@ -309,7 +309,7 @@ class _Watcher(TorchDispatchMode):
 
 
 class _WatchedSite(Site):
-    """Shows a block's calls to the watcher, in the place where a held site would stand."""
+    """Shows the calls of a block to the watcher, from where a held site would stand."""
 
     def __init__(self, watcher: _Watcher, block: Block) -> None:
         self._watcher = watcher
@@ -323,7 +323,7 @@ class _WatchedSite(Site):
 
 
 def _state(tensor: Tensor) -> int | Tensor:
-    """Changes when a tensor is written to. Tensors of inference mode have no version counter, so we copy them."""
+    """A value that shows whether a tensor is written to later: its version, or a copy in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
@@ -341,9 +341,9 @@ def _alike(one: _Seen, other: _Seen) -> bool:
 
 
 def _joined(chain: list[_Seen]) -> list[list[_Seen]]:
-    """The runs of a chain: neighbouring segments with the same streams join."""
+    """The runs of a chain: its segments, with neighbours joined if they have the same streams."""
     runs: list[list[_Seen]] = []
-    last: _Seen | None = None  # of the segment before, if that is part of a run
+    last: _Seen | None = None  # the last block of the segment before, if it is part of a run
     for segment in _segments(chain):
         whole = len(segment) > 1
         kept = _begun(segment) if whole else []
@@ -369,7 +369,7 @@ def _segments(chain: list[_Seen]) -> list[list[_Seen]]:
 
 
 def _begun(segment: list[_Seen]) -> list[_Seen]:
-    """The segment; without its first block if that took its tokens in other arguments than the second."""
+    """The segment, without its first block if that takes its tokens as other arguments than the rest."""
     first, keys = segment[0], segment[0].links or ()
     return segment if [first.shapes.get(key) for key in keys] == first.out_shapes else segment[1:]
 

@@ -1,4 +1,4 @@
-"""Residuals: what a run of blocks changed in its tokens, kept at full steps and extrapolated in held ones."""
+"""Residuals: output minus input of a run of blocks, kept at kept steps and extrapolated in held steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from ..families.calls import DenoiserCall
 
 
 class _Stream:
-    """The residual of one input of a run. Full steps overwrite it in place, and compiled code reads it."""
+    """The residual of one stream of a run: image tokens, text tokens, or what else its blocks change.
 
-    value: Tensor | None = None
-    change: Tensor | None = None  # since the full step before
+    Kept steps overwrite the tensors in place, since compiled code and CUDA graphs read them.
+    """
+
+    value: Tensor | None = None  # at the last kept step
+    change: Tensor | None = None  # since the kept step before it
 
     def keep(self, new: Tensor, usable: Tensor | None) -> None:
-        """usable: on the device, whether the slope may be used; if not, the next steps hold the value alone."""
+        """Take the residual of a kept step. usable: bool scalar on the device, whether the change is finite; if not,
+        held steps add the value alone."""
         if self.value is None or self.change is None or self.value.shape != new.shape:
-            # Only a block knows how many tokens it has: some models append registers or pad.
+            # Only the blocks know their number of tokens: some models append registers or pad.
             self.value, self.change = new, torch.zeros_like(new)
             return
         change = new - self.value
@@ -27,13 +31,14 @@ class _Stream:
         self.value.copy_(new)
 
     def at(self, ahead: Tensor) -> Tensor | None:
+        """value + change * ahead."""
         if self.value is None or self.change is None:
             return None
-        # After the first kept step the change still comes from the last image, and need not be finite.
+        # After the first kept step of an image, `ahead` is 0 and the change is from the last image, perhaps not finite.
         return torch.where(ahead == 0, self.value, self.value + self.change * ahead.to(self.value.dtype))
 
     def leave_inference(self) -> None:
-        """Tensors made in inference mode cannot be overwritten outside it."""
+        """Copy tensors made in inference mode, since they could not be overwritten outside of it."""
         if self.value is not None and self.change is not None and self.value.is_inference():
             with torch.inference_mode(False):
                 self.value, self.change = self.value.clone(), self.change.clone()
@@ -44,28 +49,27 @@ class _Stream:
 
 
 class Residual:
-    """The residual of one run: of its image tokens, its text tokens, and whatever else its blocks change."""
+    """The residual of one run, for all of its streams."""
 
     def __init__(self, streams: int, samples: int, ahead: Tensor, owed: Tensor) -> None:
         self.streams = tuple(_Stream() for _ in range(streams))
-        # fp32 scalar: distance from the last kept step, over the distance between the last two; 0 after one.
+        # fp32 scalar: (now - last) / (last - before), the distance from the last kept step over that between the last
+        # two; 0 if only one is kept.
         self.ahead = ahead
-        # fp32 scalar: what held steps have missed, over the error of this step.
+        # fp32 scalar: how many times a full step adds its own error to make up for held steps, see `Kept.owed`.
         self.owed = owed
-        # At a kept step, for each sample: squared length of the extrapolation's error, and of the residual.
+        # fp32 [2, samples], at a kept step: squared norms of the extrapolation's error, and of the residual.
         self.squares = torch.zeros(2, samples, device=ahead.device)
-
-    @property
-    def parts(self) -> tuple[Residual, ...]:
-        return (self,)
 
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.streams)
 
     def keep(self, changes: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Take the residual of a full step: [B, N, C] for each stream, None where the blocks return nothing. Returns
-        what held steps have missed."""
+        """Take the residual of a kept step. Returns the correction for what held steps have missed: owed * error.
+
+        Both are [B, N, C] for each stream, or None if the blocks no longer return it.
+        """
         errors = [_error(*each) for each in zip(changes, self.now(), strict=True)]
         usable = self._compare(changes[0], errors[0])
         for stream, new in zip(self.streams, changes, strict=True):
@@ -74,24 +78,24 @@ class Residual:
         return tuple(self._missed(*each, usable) for each in zip(changes, errors, strict=True))
 
     def _compare(self, new: Tensor | None, error: Tensor | None) -> Tensor | None:
-        """Measure the error of the extrapolation to this step, on image tokens only. Returns whether it is a number."""
+        """Measure the error of the extrapolation, on image tokens alone. Returns whether it is finite."""
         if new is None or error is None:
             return None
-        # In some models the samples lie along another axis.
+        # Some models have the batch on another axis; then all samples count as one.
         samples = self.squares.shape[1] if new.shape[0] == self.squares.shape[1] else 1
-        # One after the other: a copy in fp32 may take twice the memory of the tokens.
+        # One after the other: an fp32 copy may take twice the memory of the tokens.
         squares = [each.reshape(samples, -1).float().square().sum(1) for each in (error, new)]
         self.squares.copy_(torch.stack(squares))
         return self.squares.isfinite().all()
 
     def _missed(self, new: Tensor | None, error: Tensor | None, usable: Tensor | None) -> Tensor | None:
-        """What held steps have missed of a stream, by what this step shows."""
+        """What held steps have missed of a stream: owed * error, or zeros."""
         if new is None or error is None or usable is None:
             return None if new is None else torch.zeros_like(new)
         return torch.where(usable & (self.owed != 0), error * self.owed.to(error.dtype), 0)
 
     def now(self) -> tuple[Tensor | None, ...]:
-        """The residual of every stream, extrapolated to this step."""
+        """The residual of every stream, extrapolated to this step; None for what is not kept."""
         return tuple(stream.at(self.ahead) for stream in self.streams)
 
     def leave_inference(self) -> None:
@@ -101,7 +105,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Joined:
-    """The residuals of conditions that one call joins along the batch."""
+    """The residuals of several conditions that one call joins along the batch."""
 
     parts: tuple[Residual, ...]
 
@@ -119,12 +123,12 @@ class Joined:
 
 
 def _error(new: Tensor | None, expected: Tensor | None) -> Tensor | None:
-    """How far a residual is from the extrapolated one, if there is one of its shape."""
+    """A residual minus the extrapolated one; None without one of the same shape."""
     return None if new is None or expected is None or expected.shape != new.shape else new - expected
 
 
 def _joined(parts: list[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """The streams of all parts, along the batch."""
+    """The streams of all parts, concatenated along the batch."""
     streams = ([each for each in stream if each is not None] for stream in zip(*parts, strict=True))
     return tuple(torch.cat(stream) if stream else None for stream in streams)
 
@@ -135,12 +139,11 @@ class Run:
 
     streams: int
     apart: bool | None = None  # True: for calls where something acts between blocks; False: for others; None: for all
-    last: bool = True  # of the runs of a call: makes up for what held steps have missed
-    adds: bool = False  # whether what it misses lasts up to the last run, to which it is handed on
-    current: Residual | Joined | None = None  # in this call
-    # At a full step, until the last block has run: what entered the first block, and what the last one returned.
-    entered: tuple[Tensor, ...] | None = None
-    passed: tuple[Tensor | None, ...] | None = None
+    last: bool = True  # the last run of a call: it makes up for what held steps have missed
+    adds: bool = False  # whether its change stays in the tokens up to the last run, which then makes up for it, too
+    current: Residual | Joined | None = None  # its residual for this call
+    entered: tuple[Tensor, ...] | None = None  # at a kept step: what entered the first block
+    passed: tuple[Tensor | None, ...] | None = None  # at a kept step: what the block before returned
 
     def serves(self, call: DenoiserCall) -> bool:
         return self.apart in (None, call.apart)

@@ -1,4 +1,4 @@
-"""Sites that hold: a block of a run, or a stage of a UNet. Which there are, and how they are put on a model."""
+"""Sites that hold: a block of a run, or a stage of a UNet. Which of them a model has, and how they are installed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class HeldRun:
-    """Blocks, or stages, that are held together, in the order they run."""
+    """Blocks or stages that are held together, in the order they run."""
 
     blocks: tuple[Block, ...]
-    stages: bool = False
-    whole: bool = False  # the denoiser itself
-    generic: bool = False  # candidates: the first call shows which of them follow each other
-    adds: bool = False  # whether its change lasts in the tokens of all runs after it
+    stages: bool = False  # whether `blocks` are the stages of a UNet
+    whole: bool = False  # whether `blocks` is the denoiser itself
+    generic: bool = False  # whether `blocks` are candidates: the first call shows which of them follow each other
+    adds: bool = False  # see `Run.adds`
 
 
 def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, ...]:
-    """What is held in a denoiser: all stages as one run, or runs of blocks with nothing between them."""
+    """What is held in a denoiser: itself, all of its stages as one run, or runs of blocks with nothing between them."""
     name = type(denoiser).__name__
     if what == "prediction":
         return (HeldRun((Block("clean prediction", denoiser, BlockKind(Ports()), "denoiser"),), whole=True),)
     if what == "stages":
         if family.stages is None:
-            raise TokenMergeError(f"what='stages' holds the stages of a UNet, and {name} has none; use what='blocks'")
+            raise TokenMergeError(f"what='stages' holds the stages of a UNet, but {name} has none; use what='blocks'")
         return (HeldRun(tuple(family.stages(denoiser)), stages=True),)
     blocks = family.blocks(denoiser)
     if not blocks:
@@ -50,12 +50,12 @@ def held_runs(denoiser: nn.Module, family: Family, what: str) -> tuple[HeldRun, 
         if not runs or runs[-1][-1].line != block.line:
             runs.append([])
         runs[-1].append(block)
-    # Between the blocks of a UNet sizes change.
+    # Between the blocks of a UNet, sizes and channels change.
     return tuple(HeldRun(tuple(run), adds=family.stages is None) for run in runs)
 
 
 def install_holding(runs: Sequence[HeldRun], holding: Holding, installation: Installation) -> None:
-    """Put sites on all blocks or stages."""
+    """Put sites on all blocks or stages of these runs."""
     for held in runs:
         first, last = held.blocks[0], held.blocks[-1]
         streams = first.kind.ports.streams
@@ -73,7 +73,7 @@ def install_holding(runs: Sequence[HeldRun], holding: Holding, installation: Ins
 
 
 def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: Installation) -> None:
-    """Put sites on the blocks of runs that a call has shown, and keep what it changed in them."""
+    """Put sites on the blocks of learned runs, and keep the residuals of the call that showed them."""
     changes: list[tuple[Run, tuple[Tensor | None, ...]]] = []
     for learned in runs:
         ends_all, last = learned is runs[-1], len(learned.blocks) - 1
@@ -86,32 +86,32 @@ def install_learned(runs: Sequence[LearnedRun], holding: Holding, installation: 
         if learned.entered and learned.left:
             changes.append((together, _changes(learned.entered, learned.left)))
     installation.place()
-    # All of a call or nothing: what is kept of one run is held with the others.
+    # All residuals of a call or none: runs are held together.
     if len(changes) == len(runs):
         holding.keep_shown(changes)
 
 
 def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
-    """Refuse caches, and weights that come and go with blocks of which only some are held."""
+    """Refuse caches, and group offload that moves held blocks together with others."""
     for name in cache_hooks(denoiser) if runs else ():
         raise TokenMergeError(
-            f"a cache ({name}) skips steps, and so does Hold; use one of both: call disable_cache(), or apply a Merge"
+            f"a cache ({name}) skips steps, and so does Hold; use only one of them: call disable_cache(), or apply "
+            "Merge instead"
         )
+    # Of candidates, it is not known yet which will be held.
     held = {block.module for run in runs if not run.generic for block in run.blocks}
-    # Where the whole denoiser is left out, nothing moves.
+    # If the whole denoiser is held, no weights move.
     for block in (block for run in runs if not run.whole for block in run.blocks):
-        # Of candidates nobody knows yet which will be held.
         if any(other is not block.module and other not in held for other in offloaded_with(block.module)):
             raise TokenMergeError(
                 f"group offload moves the weights of {block.name!r} with those of other blocks, which may not be held "
-                "with it; use enable_group_offload(..., num_blocks_per_group=1), enable_model_cpu_offload(), or apply "
-                "a Merge"
+                "with it; use enable_group_offload(..., num_blocks_per_group=1), enable_model_cpu_offload(), or Merge"
             )
 
 
 class HeldSite(Site):
-    """A block that does not run in held steps. There the first of its run gives out what entered plus the run's
-    residual, and the others pass it on. Where something acts between blocks, each is a run `alone`."""
+    """A block that does not run in held steps. Then the first block of a run returns its input plus the run's residual,
+    and the others pass it on. In calls where something acts between blocks, each is held `alone`."""
 
     holds = True
 
@@ -157,30 +157,30 @@ class HeldSite(Site):
         return self.ports.output(streams)
 
     def check_entering(self, streams: tuple[Tensor, ...], run: Run, *, first: bool) -> None:
-        """A table knows what enters."""
+        """Nothing to check: the family's table knows what enters."""
 
     def note_leaving(self, output: Any, run: Run) -> None:
-        """A table knows what leaves."""
+        """Nothing to note: the family's table knows what leaves."""
 
     def moved(self, streams: tuple[Tensor, ...], residual: Residual | Joined) -> tuple[Tensor, ...]:
-        """What leaves a held run, by what entered it and its residual."""
+        """What leaves a held run: what entered it plus its residual."""
         changes = residual.now()
         for entered, change in zip(streams, changes, strict=True):
             if change is not None and (entered.shape[1:] != change.shape[1:] or entered.device != change.device):
                 raise TokenMergeError(
-                    f"{self.name!r} was given {entered.shape[1]} tokens on {entered.device}, not the {change.shape[1]} "
-                    f"of the last full step on {change.device}; put the denoiser on one device, or remove first"
+                    f"{self.name!r} received {entered.shape[1]} tokens on {entered.device}, but the last full step had "
+                    f"{change.shape[1]} on {change.device}; put the denoiser on one device, or remove first"
                 )
         pairs = zip(streams, changes, strict=True)
         return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
 
     def kept(self, run: Run, residual: Residual | Joined, output: Any) -> Any:
-        """Keep what a run has changed, of which this is the last block. Returns what leaves it, which in the last run
-        makes up for what held steps have missed."""
+        """At the last block of a run, keep the run's residual. Returns what leaves the run; the last run of a call adds
+        the correction for what held steps have missed."""
         if run.entered is None:
             raise TokenMergeError(
-                f"{self.name!r} ran without the first of the blocks that are held with it; do not skip layers in some "
-                "steps only, nor checkpoint gradients, or remove first"
+                f"{self.name!r} ran without the first block that is held with it; do not skip layers in some steps "
+                "only, do not checkpoint gradients, or remove first"
             )
         entered, run.entered = run.entered, None
         left = self.ports.leaving(output)
@@ -189,13 +189,13 @@ class HeldSite(Site):
             image, self.holding.missed = _added(image, self.holding.missed, self.ports.text), None
             if not run.last:
                 self.holding.missed = image
-                # If it made up by itself, the next run would run on tokens that no step has seen.
+                # Corrected tokens would be unlike any that the next run has seen.
                 return output
         return self.ports.output(tuple(map(_made_up, left, (image, *others))))
 
 
 class LearnedSite(HeldSite):
-    """A block of a run that a call has shown. Every full step shows whether it still is one."""
+    """A block of a learned run. Every kept step checks that it still follows the block before it."""
 
     ports: LearnedPorts
 
@@ -204,8 +204,8 @@ class LearnedSite(HeldSite):
             return
         if run.passed is None or any(now is not before for now, before in zip(streams, run.passed, strict=True)):
             raise TokenMergeError(
-                f"{self.name!r} was given other tokens than the block before it gave out, unlike in the first call; "
-                "blocks that something acts between in some steps cannot be held: remove first"
+                f"{self.name!r} received other tokens than the block before it returned, unlike in the first call; "
+                "blocks cannot be held if something acts between them in some steps: remove first"
             )
 
     def note_leaving(self, output: Any, run: Run) -> None:
@@ -215,15 +215,15 @@ class LearnedSite(HeldSite):
         left = self.ports.leaving(output) if self.ports.fits(output) else ()
         if entered and [each.shape for each in left] != [each.shape for each in entered]:
             raise TokenMergeError(
-                f"{self.name!r} gave out something else than its run was given, unlike in the first call; such blocks "
-                "cannot be held: remove first"
+                f"{self.name!r} returned other tensors or shapes than its run received, unlike in the first call; such "
+                "blocks cannot be held: remove first"
             )
         run.passed = left
 
 
 class StageSite(Site):
-    """A stage of a UNet, with all its layers, that does not run in held steps. There the last stage gives out what
-    entered the first plus the residual of all; what the others give out is not read."""
+    """A stage of a UNet, with all its layers, that does not run in held steps. Then the last stage returns the input of
+    the first plus the residual of all. Nothing reads what the others return."""
 
     holds = True
 
@@ -234,7 +234,7 @@ class StageSite(Site):
         self.together = together
         self.first = first
         self.last = last
-        self.skips: int | None = None  # of a stage that also gives out what skip connections take: how many
+        self.skips: int | None = None  # number of its skip connections, if the stage returns any
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         act, residual = self.holding.act, self.together.current
@@ -255,33 +255,32 @@ class StageSite(Site):
             (change,) = residual.now()
             assert change is not None, "a stage was held before it was kept"
             return _clipped(self.take_entered() + change)
-        # As many as always, of a shape that whatever a ControlNet adds goes with.
+        # The usual number of tensors, in a shape that a ControlNet's residuals can be added to.
         nothing = features.new_empty(self.ports.nothing)
         return nothing if self.skips is None else (nothing, (nothing,) * self.skips)
 
     def take_entered(self) -> Tensor:
-        """What entered the first stage in this call, which is kept no longer."""
+        """What entered the first stage in this call. It is taken out of the run, to free the memory."""
         if self.together.entered is None:
-            raise TokenMergeError(
-                f"{self.name!r} ran without the first of the stages that are held; use what='blocks', or remove first"
-            )
+            raise TokenMergeError(f"{self.name!r} ran without the first held stage; use what='blocks', or remove first")
         (features,), self.together.entered = self.together.entered, None
         return features
 
 
 def _entered(tokens: Tensor, ports: Ports | LearnedPorts) -> Tensor:
-    """What is about to enter a run, as it will be needed after it."""
+    """The input of a run, to be compared with its output. It is copied if blocks overwrite it."""
     return tokens.detach().clone() if ports.in_place else tokens.detach()
 
 
 def _changes(entered: tuple[Tensor, ...], left: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """What a run changed; None for what it gives out no more."""
+    """The residual of a run, output minus input, by stream; None for streams that it no longer returns."""
     pairs = zip(entered, left, strict=True)
     return tuple(None if after is None else _clipped(after.detach() - before) for before, after in pairs)
 
 
 def _added(missed: Tensor | None, before: Tensor | None, text: str) -> Tensor | None:
-    """What a run missed, and the image tokens of those before it. text: where it lies in the tokens of this run."""
+    """The correction of a run, plus `before`: that of the image tokens in the runs before it, padded to this run's
+    sequence. text: where text tokens lie in the sequence."""
     if missed is None or before is None:
         return missed
     if missed.shape == before.shape:
@@ -293,10 +292,10 @@ def _added(missed: Tensor | None, before: Tensor | None, text: str) -> Tensor | 
 
 
 def _made_up(left: Tensor | None, missed: Tensor | None) -> Tensor | None:
-    """What leaves a run, with what held steps have missed of it; None for what it gives out no more."""
+    """What leaves a run plus the correction for held steps, by stream; None if the run no longer returns it."""
     return left if left is None or missed is None else _clipped(left + missed)
 
 
 def _clipped(tokens: Tensor) -> Tensor:
-    """Within what fp16 can hold, as diffusers' blocks keep what they give out."""
+    """Clip fp16 tokens to finite values, as diffusers' blocks do with their outputs."""
     return tokens.clip(-_FP16_MAX, _FP16_MAX) if tokens.dtype == torch.float16 else tokens

@@ -1,1 +1,1 @@
-"""What both techniques stand on: where the denoising loop is, the kind of every step, and what is put on a model."""
+"""What both techniques build on: the clock, the timeline (the kind of every step), and sites installed on a model."""

@@ -1,4 +1,4 @@
-"""Hear of backward passes: where gradients are checkpointed, blocks of an earlier call run once more in them."""
+"""Hooks around a backward pass. With gradient checkpointing, blocks of an earlier call run once more in it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 
 
 def at_backward(output: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call `begin` when a backward pass comes to what a call gave out, before any of its blocks runs once more, and
-    `end` when the whole pass is over."""
+    """Call `begin` when a backward pass reaches `output`, before any block runs once more, and `end` when it is over.
+
+    output: whatever the denoiser returned.
+    """
     for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(partial(_begin, begin, end))

@@ -1,39 +1,40 @@
-"""Clock: which image, step and call a denoising loop has come to, and where that lies in its schedule."""
+"""Clock: the image, step and call that a denoising loop has reached, and their place in its schedule."""
 
 from __future__ import annotations
 
 from .levels import Place, place_at
 
-# Denoiser calls within one step that maps and residuals are kept apart for (guidance makes two or three).
+# Each of the first calls of a step has maps and residuals of its own. Guidance makes two or three calls.
 MAX_CALLS = 4
 
 
 class Clock:
-    """Where the denoising loop stands: image, step and call within the step, each counted from 0."""
+    """Counts images, steps of the image and calls of the step, each from 0; -1 before the first."""
 
     def __init__(self) -> None:
         self.image = -1
         self.step = 0
         self.call = -1
-        self.total: int | None = None  # steps of the whole schedule
-        self.begin = 0  # where in the schedule this image begins (img2img)
-        self._levels: list[float] = []  # of noise to signal, by step of the schedule, where they are known
-        self._gain = 1.0  # by which the solver magnifies errors
-        self.length = 1.0  # of what the model gives out, over that of noise
+        self.total: int | None = None  # steps of the whole schedule, if known
+        self.begin = 0  # the step of the schedule that this image begins with (img2img skips some)
+        self._levels: list[float] = []  # noise-to-signal ratio of every step of the schedule; empty if unknown
+        self._gain = 1.0  # `levels.error_gain` of the solver
+        self.length = 1.0  # `levels.output_length` of the model
         self.clips = False  # whether the solver clips clean predictions
         self._timestep: float | None = None
+        self._inside = False  # whether a call has begun but not ended; a failed call never ends
 
     @property
     def now(self) -> tuple[int, int, int]:
         return self.image, self.step, self.call
 
     def place(self, step: int | None = None) -> Place:
-        """Where a step of this image lies in the schedule; without one, the step now."""
+        """The place in the schedule of a step of this image, by default of the current one."""
         return place_at(self.begin + (self.step if step is None else step), self.total, self._levels, self._gain)
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps of the schedule lie behind."""
+        """Whether all steps of the schedule are done."""
         return self.total is not None and self.begin + self.step >= self.total
 
     def start_image(
@@ -50,17 +51,26 @@ class Clock:
         self._levels, self._gain, self.length, self.clips = levels or [], gain, length, clips
 
     def correct_levels(self, levels: list[float]) -> None:
-        """The schedule is another than was told when the image began."""
+        """Replace the schedule of this image, because the solver has left it."""
         self.total, self._levels = len(levels), levels
 
     def start_training(self) -> None:
-        """A call of training is a picture by itself, of no schedule."""
+        """Count a training call as an image of its own, without a schedule."""
         self.start_image(None)
         self._timestep = None
 
     def next_step(self) -> None:
         self.step += 1
         self.call = -1
+
+    def begin_call(self) -> None:
+        """Count a call, unless it repeats one that failed."""
+        self.call += self.call < 0 or not self._inside
+        self._inside = True
+
+    def end_call(self) -> None:
+        """At the end of a call that did not fail."""
+        self._inside = False
 
     def follow_timestep(self, timestep: float) -> None:
         """Without a scheduler: an equal timestep is the same step, a lower one the next, a higher one a new image."""

@@ -1,4 +1,4 @@
-"""What others have put on a model: caches, offload and context parallel of diffusers, wrapped forwards."""
+"""Detect what others have put on a model: diffusers' caches, offload and context parallelism, replaced forwards."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from torch import nn
 
 from ..families.calls import Shard
 
-# Hooks of diffusers' caches that see whole blocks from outside, and so all tokens; and of those that store what is
-# inside, where tokens are merged.
+# Names of diffusers' hooks, or what they begin with.
+# Outer caches wrap whole blocks, so they see all tokens. Inner ones store what is inside a block, where tokens merge.
 OUTER_CACHES = ("fbc_", "mag_cache_")
 INNER_CACHES = ("pyramid_attention_broadcast", "faster_cache_", "taylorseer_", "sea_cache_", "text_kv_cache_")
-# Of a block that runs in every call and by its result decides whether the others do. MagCache decides before any runs.
+# The first block under FirstBlockCache: it always runs, and its result decides whether the others do. MagCache decides
+# before any block runs.
 _CACHE_LEADER = "fbc_leader"
 _GROUP_OFFLOAD = "group_offloading"
 _CASTING = "layerwise_casting"
-# On a denoiser whose blocks group offload tracks in one call, to know what to bring next.
+# Sits on the denoiser for one call, in which group offload learns the order of blocks for prefetching.
 _TRACKING = "lazy_prefetch_group_offloading"
-# Share tokens out among processes, and gather them.
+# Context parallelism: split the tokens among processes, and gather them again.
 SHARDING = ("cp_input", "cp_output")
 
 
 def cache_hooks(denoiser: nn.Module) -> list[str]:
-    """Names of diffusers' caches on a denoiser, by their hooks: not every model knows which cache it has."""
+    """Names of the hooks of diffusers' caches on a denoiser. Not every model records which cache is enabled."""
     names = dict.fromkeys(name for module in denoiser.modules() for name in _hooks(module))
     return [name for name in names if name.startswith(OUTER_CACHES + INNER_CACHES)]
 
 
 def leads_cache(block: nn.Module) -> bool:
-    """Whether a block also runs in calls in which a cache skips the others."""
+    """Whether a block runs even in calls where a cache skips the others."""
     return any(name.startswith(_CACHE_LEADER) for name in _hooks(block))
 
 
 def offloaded_with(block: nn.Module) -> list[nn.Module]:
-    """The modules whose weights diffusers' group offload brings and takes away with a block's; none without it."""
+    """The modules whose weights diffusers' group offload moves together with this block's; empty without it."""
     hook = _hooks(block).get(_GROUP_OFFLOAD)
     return [] if hook is None else list(hook.group.modules)
 
 
 def is_inside_offload(module: nn.Module, forward: Any) -> bool:
-    """Whether group offload was put around a forward: weights then come and go whatever it does."""
+    """Whether group offload wraps `forward` directly. It then moves the weights even if `forward` skips the module."""
     if _GROUP_OFFLOAD not in _hooks(module):
         return False
     registry = vars(module)["_diffusers_hook"]
@@ -49,17 +50,17 @@ def is_inside_offload(module: nn.Module, forward: Any) -> bool:
 
 
 def is_tracked(denoiser: nn.Module) -> bool:
-    """Whether this call ends with hooks of group offload being taken off, and all that was put on them."""
+    """Whether group offload removes its tracking hooks after this call, and with them whatever was put around them."""
     return _TRACKING in _hooks(denoiser)
 
 
 def casts_weights(denoiser: nn.Module) -> bool:
-    """Whether weights are kept in another dtype than that in which layers compute."""
+    """Whether diffusers stores weights in another dtype than layers compute in."""
     return any(_CASTING in _hooks(module) for module in denoiser.modules())
 
 
 def shard_of(denoiser: nn.Module) -> Shard | None:
-    """The part of all tokens that this process has, under diffusers' context parallel."""
+    """The shard of this process under diffusers' context parallelism; None without it."""
     config: Any = getattr(getattr(denoiser, "_parallel_config", None), "context_parallel_config", None)
     if config is None:
         return None
@@ -69,15 +70,14 @@ def shard_of(denoiser: nn.Module) -> Shard | None:
 
 
 def runs_as_made(module: nn.Module) -> bool:
-    """Whether the forward of a module of diffusers or ComfyUI is its own, or one around it that passes for it: not one
-    that somebody has written in its place."""
+    """Whether a module's forward comes from diffusers, ComfyUI or us; False if other code has replaced it."""
     if isinstance(module, nn.ModuleList):
-        # It never runs itself.
+        # A list has no forward of its own.
         return True
     return str(getattr(module.forward, "__module__", "")).partition(".")[0] in ("comfy", "diffusers", "tokenmerge")
 
 
 def _hooks(module: nn.Module) -> dict[str, Any]:
-    """diffusers' hooks on a module, by name."""
+    """Diffusers' hooks on a module, by name."""
     registry = vars(module).get("_diffusers_hook")
     return {} if registry is None else registry.hooks

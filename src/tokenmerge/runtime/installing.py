@@ -1,9 +1,9 @@
-"""Installs sites on the submodules of a model, and takes exactly that off again.
+"""Install sites on the submodules of a model, and take exactly those off again.
 
-No forward is copied and no module replaced: a site takes the place of a module's forward and calls the original.
-Compiled code notices a forward that was replaced, but not a hook that was added: with native hooks, `apply` after a
-compiled run would be ignored in silence. Compiled code tells callables apart by identity, but bound methods by their
-function: as bound methods, the sites of all blocks of a class share one graph.
+We copy no forward and replace no module: a site takes the place of a module's forward and calls the original. Native
+hooks would not do: compiled code notices a replaced forward, but silently ignores hooks added after it was compiled.
+Compiled code tells callables apart by identity, but bound methods by their function. So sites are bound methods, and
+all blocks of a class share one graph.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import nn
 from ..errors import TokenMergeError
 from .foreign import SHARDING, is_inside_offload
 
-# Graphs that the compiler may make of one function; its own limit is eight. A site's needs one for each thing that its
-# step may do, and more for the first, the last and the others of a held run: first for one size, then for any, for
-# tiles that fit and that do not, for batches of one and of more, and for blocks that are given other strides.
+# Graphs that the compiler may make of one function; its default is eight. A site needs one for each thing that a step
+# may do, times its position in a held run (first, last, between). Each comes again for a fixed and any size, for tiles
+# that fit or not, for batches of one and of more, and for other strides.
 _GRAPHS = 64
-# Where CUDA graphs of a whole denoiser keep the forward that they stand in for.
+# The attribute in which CUDA graphs of a whole denoiser keep the forward that they replace.
 _INNER = "inner_forward"
 
 
 class Uncopied:
-    """Part of what is applied to a model. In a copy of the model it would still lead to the original."""
+    """Part of what is applied to a model. A copy of the model must not contain it: it would refer to the original."""
 
     def __reduce__(self) -> Any:
         raise TokenMergeError("a model cannot be copied or pickled while a technique is applied; call remove first")
@@ -40,31 +40,30 @@ class Site(Uncopied, ABC):
     """Stands in for the forward of a module. Several may stand on one module, each inside of the next."""
 
     level: int = 0  # of a UNet; levels do not share compiled code
-    retired = False  # another has taken its place
-    holds = False  # whether it leaves its module out in some steps
-    # What it stands in for: the forward of the module's class, or one of somebody else's, or of the site inside.
-    _function: Callable[..., Any]
+    retired = False  # whether its twin has taken its place
+    holds = False  # whether it skips its module in some steps
+    _function: Callable[..., Any]  # the forward of the module's class
     _module: weakref.ref[nn.Module]
-    _inner: Callable[..., Any] | None = None
+    _inner: Callable[..., Any] | None = None  # the site inside of it, or a third party's forward, if any
 
     @abstractmethod
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the forward, and calls `original`."""
+        """Runs in place of the forward, and calls `original` for it."""
 
     def original(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._inner is not None:
             return self._inner(*args, **kwargs)
-        # A strong reference would keep a deleted model's weights until the garbage collector comes.
+        # A strong reference to the module would keep a deleted model's weights until the garbage collector runs.
         return self._function(self._module(), *args, **kwargs)
 
     def twin(self) -> Site:
-        """The same site, to stand elsewhere."""
+        """A copy of the site, to be installed anew."""
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         return twin
 
     def stand_on(self, module: nn.Module, inner: Callable[..., Any] | None) -> types.MethodType:
-        """Take the place of a module's forward, or of `inner`; returns what to call instead."""
+        """Stand in for `inner`, or without it for the forward of the module's class; returns the new forward."""
         self._module = weakref.ref(module)
         self._function = type(module).forward
         self._inner = inner
@@ -83,7 +82,7 @@ class Placement:
 
     def _place(self) -> None:
         self._module = self.block.get_submodule(self._path)
-        # Inside of what shares tokens out among processes: all blocks then see those of their own.
+        # Inside of the hooks of context parallelism, where blocks see the tokens of their shard.
         sharding = [(holder, "forward") for name, holder in _hooks(self._module) if name.startswith(SHARDING)]
         holder, key = (*sharding, _graphed(self._module) or (vars(self._module), "forward"))[0]
         self._before = holder.get(key)
@@ -96,13 +95,15 @@ class Placement:
         return [(holder, key) for holder, key in _forward_holders(self._module) if holder.get(key) is self._forward]
 
     def follow(self) -> None:
-        """Take the place again if others have undone it: LoRA replaces linear layers, and whoever removes hooks of
-        theirs restores an older forward. A technique must not stop in silence. Group offload goes inside of what
-        holds."""
+        """Install the sites again if others have undone them, since a technique must not stop silently.
+
+        LoRA replaces linear layers, and removing third-party hooks restores an older forward. Group offload that wraps
+        a held module would still move its weights, so the sites go around it.
+        """
         replaced = self.block.get_submodule(self._path) is not self._module
         if replaced or self._moves_for_nothing or not (self._places() or self._wrappers() is not None):
             self.undo()
-            # A wrapper that does not tell what it wraps may still lead to the old sites, which would then act twice.
+            # An opaque wrapper may still lead to the old sites, so these must do nothing.
             lost, self.sites = self.sites, [site.twin() for site in self.sites]
             for site in lost:
                 site.retired = True
@@ -110,23 +111,22 @@ class Placement:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others see what enters or leaves, and may change it; not those that have undone the place, which is
-        taken again."""
+        """Whether third-party code wraps the sites, so that it may see or change what enters and leaves."""
         if self._module._forward_hooks or self._module._forward_pre_hooks:
             return True
         return any(not name.startswith(SHARDING) for name in self._wrappers() or ()) and not self._moves_for_nothing
 
     @property
     def _moves_for_nothing(self) -> bool:
-        """Whether group offload, put around the sites, would move the weights of a module that does not run."""
+        """Whether group offload wraps the sites, and so would move the weights of a module that does not run."""
         return self.sites[-1].holds and is_inside_offload(self._module, self._forward)
 
     def _wrappers(self) -> list[str] | None:
-        """What stands around the sites: the names of diffusers' hooks, and "" for others; None if nothing that is
-        called leads here."""
+        """The wrappers around the sites: names of diffusers' hooks, "" for others. None if the module's forward does
+        not lead to the sites."""
         forward, hooks, names = vars(self._module).get("forward"), _hooks(self._module), []
         while forward is not None and forward is not self._forward:
-            # A hook that was removed from among others is still in the `__wrapped__` of those around it.
+            # Follow diffusers' registry, not `__wrapped__`, which may still contain a removed hook.
             hooked = hooks and getattr(getattr(forward, "func", None), "__module__", "") == "diffusers.hooks.hooks"
             name, holder = hooks.pop() if hooked else ("", {})
             names.append(name)
@@ -145,7 +145,7 @@ class Placement:
 
 
 class Installation:
-    """What `apply` put on a model, and how to take exactly that off again."""
+    """Everything that `apply` put on a model, and how to take exactly that off again."""
 
     def __init__(self) -> None:
         self._release = _raise_recompile_limit(self)
@@ -154,33 +154,33 @@ class Installation:
         self._undo_observing: Callable[[], None] = lambda: None
 
     def add(self, site: Site, block: nn.Module, path: str = "") -> None:
-        """Put `site` around the forward of the block, or of the submodule at `path` in it, and sites added before."""
+        """Plan `site` for the block, or for its submodule at `path`, around sites that were added there before."""
         self._sites.setdefault((block, path), []).append(site)
 
     def install(self, denoiser: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Put all sites in their places, and observe calls of the denoiser."""
+        """Install all planned sites, and observe the calls of the denoiser."""
         self.place()
         self._undo_observing = observe_calls(denoiser, before, after)
 
     def place(self) -> None:
-        """Put sites that were added in their places."""
+        """Install the sites added since the last time."""
         for (block, path), sites in self._sites.items():
             self._placements.append(Placement(block, path, sites))
         self._sites.clear()
 
     def sites_on(self, modules: Iterable[nn.Module]) -> list[Site]:
-        """All sites on some blocks and their submodules."""
+        """All sites on these blocks and on their submodules."""
         wanted = set(modules)
         return [site for placement in self._placements if placement.block in wanted for site in placement.sites]
 
     def follow(self) -> None:
-        """Keep up with what others have done to the model."""
+        """Install sites again that others have undone."""
         for placement in self._placements:
             placement.follow()
 
     @property
     def is_shared(self) -> bool:
-        """Whether code of others runs around a module that may be left out."""
+        """Whether third-party code runs around a module that is held."""
         return any(placement.is_shared for placement in self._placements if placement.sites[-1].holds)
 
     def uninstall(self) -> None:
@@ -195,8 +195,8 @@ def observe_calls(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None
 ) -> Callable[[], None]:
     """Call `before(module, args, kwargs)` at the start of every call, and `after(module, args, output)` at the end of
-    those that do not fail, until the returned function is called."""
-    # Native hooks: one of diffusers' on the root would vanish under model offload.
+    calls that do not fail, until the returned function is called."""
+    # Native hooks, since model offload would remove a diffusers hook from the root.
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
     if after is not None:
         handles.append(module.register_forward_hook(after))
@@ -209,14 +209,14 @@ def observe_calls(
 
 
 class _Limit:
-    """The compiler's limit of graphs per function, raised for as long as anything is applied."""
+    """The compiler's limit of graphs per function, raised while anything is applied."""
 
     before: int | None = None
     users = 0
 
 
 def _raise_recompile_limit(user: object) -> Callable[[], None]:
-    """Raise it until the returned function is called, or `user` is garbage-collected, and no other user is left."""
+    """Raise the limit until the last user calls the returned function, or is garbage-collected."""
     compiler = torch._dynamo.config
     if not _Limit.users and compiler.recompile_limit < _GRAPHS:
         _Limit.before, compiler.recompile_limit = compiler.recompile_limit, _GRAPHS
@@ -228,7 +228,7 @@ def _raise_recompile_limit(user: object) -> Callable[[], None]:
 def _release_recompile_limit() -> None:
     _Limit.users -= 1
     compiler = torch._dynamo.config
-    # Somebody else may have set another one since.
+    # Unless somebody else has changed the limit since.
     if not _Limit.users and _Limit.before is not None:
         if compiler.recompile_limit == _GRAPHS:
             compiler.recompile_limit = _Limit.before
@@ -237,19 +237,20 @@ def _release_recompile_limit() -> None:
 
 @functools.cache
 def _copied(function: types.FunctionType, name: str) -> types.FunctionType:
-    """The same function of another name. The compiler looks for a graph among all that it made of a function, so
-    classes of blocks, and levels of a UNet, have one each."""
+    """A copy of a function under another name. The compiler counts graphs per function, so every class of blocks and
+    every UNet level gets its own."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 def _graphed(module: nn.Module) -> tuple[dict[str, Any], str] | None:
-    """Where CUDA graphs of a whole module keep its forward. Sites go inside: what is left out is not recorded."""
+    """Where CUDA graphs of a whole module keep its forward, if there are any. Sites go inside of them, so that nothing
+    is recorded for modules that do not run."""
     graphs = getattr(vars(module).get("forward"), "__self__", None)
     return (vars(graphs), _INNER) if graphs is not None and _INNER in vars(graphs) else None
 
 
 def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place that may hold a forward: the instance, accelerate's hook over it, and diffusers' hooks over it."""
+    """The dict and key of every place that may hold a forward: the instance, accelerate's and diffusers' hooks."""
     yield vars(module), "forward"
     yield vars(module), "_old_forward"
     graphed = _graphed(module)
@@ -261,8 +262,8 @@ def _forward_holders(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _hooks(module: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """diffusers' hooks around a module's forward, from the innermost: their names, and what holds the forward inside
-    of each."""
+    """Diffusers' hooks around a module's forward, innermost first: their names, and the dicts that hold the forward
+    inside of each."""
     registry = vars(module).get("_diffusers_hook")
     if registry is None:
         return []

@@ -1,7 +1,7 @@
-"""Hear what a scheduler is told: the one reliable sign of where a denoising loop stands.
+"""Listen to the calls of a scheduler: the one reliable sign of where a denoising loop stands.
 
-Schedulers run eagerly in every pipeline, whatever is compiled. Methods of the instance are wrapped, and unwrapped when
-the last listener leaves.
+Schedulers run eagerly in every pipeline, whatever else is compiled. We wrap methods of the instance, and unwrap them
+when the last listener leaves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """Is told of a call after it, with its arguments, and of a step before it as well."""
+    """Hears every call after it is done, with its arguments; a step also before it."""
 
     def timesteps_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
     def begin_set(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
     def stepping(self, scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before a step: the arguments to give it."""
+        """Before a step: returns the positional and named arguments to step with."""
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None: ...
 
@@ -30,11 +30,11 @@ _EVENTS = {"set_timesteps": "timesteps_set", "set_begin_index": "begin_set", "st
 
 
 class _Heard:
-    """A scheduler's method that also tells listeners it was called."""
+    """A wrapped method of a scheduler, which also notifies listeners."""
 
     def __init__(self, scheduler: Any, method: str) -> None:
         self.method = method
-        self.before = vars(scheduler).get(method)  # an instance attribute that stood there, if any
+        self.before = vars(scheduler).get(method)  # the instance attribute that it replaces, if any
         self.listeners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._original = getattr(scheduler, method)
         self._scheduler = weakref.ref(scheduler)
@@ -51,15 +51,15 @@ class _Heard:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copied scheduler steps itself, unheard, and not the one it was copied from.
+        # A copied scheduler must step itself, without listeners, and not the original.
         copied = memo.get(id(self._scheduler()))
         if copied is None:
-            # Only the attributes are copied, to be put back later.
+            # Somebody copies the attributes alone, to put them back later.
             return self
         return types.MethodType(getattr(type(copied), self.method), copied)
 
     def unwrap(self) -> None:
-        """Restore the method, unless somebody has wrapped it again; unheard, this one only passes calls on."""
+        """Restore the method, unless somebody has wrapped it again: then this one stays, and only passes calls on."""
         scheduler = self._scheduler()
         if scheduler is None or vars(scheduler).get(self.method) is not self:
             return
@@ -70,18 +70,18 @@ class _Heard:
 
 
 def listen(scheduler: Any, listener: Listener) -> Callable[[], None]:
-    """Tell `listener` of every call, until the returned function is called or the listener is gone."""
+    """Notify `listener` of every call, until the returned function is called or the listener is gone."""
     methods = [_heard(scheduler, method) for method in _EVENTS if hasattr(scheduler, method)]
     for method in methods:
         method.listeners.add(listener)
-    # Whoever keeps `stop` must not keep the scheduler alive.
+    # References to `stop` must not keep the scheduler or the listener alive.
     heard = [weakref.ref(method) for method in methods]
-    hearer = weakref.ref(listener)
+    weak_listener = weakref.ref(listener)
 
     def stop() -> None:
         for method in (each() for each in heard):
             if method is not None:
-                method.listeners.discard(hearer())
+                method.listeners.discard(weak_listener())
                 if not method.listeners:
                     method.unwrap()
 

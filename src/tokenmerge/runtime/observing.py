@@ -1,4 +1,4 @@
-"""Observer: sees every call of a denoiser, refuses what cannot be served, and tells the state of the rest."""
+"""Observer: reads every denoiser call, refuses what Merge and Hold cannot follow, and passes the rest to the state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Check = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class Observer(Uncopied):
-    """Stands before and after every call. It must not refer to the denoiser, which refers to it."""
+    """Runs before and after every call. The denoiser refers to it, so it must not refer to the denoiser."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Observer(Uncopied):
         held: Sequence[str] = (),  # names of the blocks or stages that are held
         stages: bool = False,
         check_held: Callable[[nn.Module], None] = lambda denoiser: None,
-        watch: Callable[[nn.Module], None] | None = None,  # lets a call show what can be held
+        watch: Callable[[nn.Module], None] | None = None,  # learns from a call what can be held
     ) -> None:
         self._family = family
         self._state = state
@@ -43,13 +43,13 @@ class Observer(Uncopied):
         self._check_held = check_held
         self._watch = watch
         self._holds = bool(held)
-        self._tracked = False  # whether others took their hooks off the blocks at the end of the last call
-        # The modules that run held blocks one after the other: those that have the lists which have the blocks. Where
-        # calls are watched, these have shown what they do.
+        self._tracked = False  # whether group offload removed its hooks from the blocks after the last call
+        # The modules whose forwards loop over held blocks: the owners of their lists. Learned runs need no check: they
+        # have been observed.
         loops = (".".join(name.split(".")[:-2]) for name in held) if watch is None else ()
         self._loops = tuple(dict.fromkeys(loops))
 
-    # Outside of compiled code, which would be compiled again for every size of image.
+    # Traced, it would recompile for every image size.
     @torch.compiler.disable
     def enter(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._family.calls.read(denoiser, args, kwargs)._replace(shard=shard_of(denoiser))
@@ -59,12 +59,12 @@ class Observer(Uncopied):
         if denoiser.training and torch.is_grad_enabled():
             call = call._replace(trains=True)
         if self._holds:
-            apart = self._is_between(denoiser, args, kwargs)
+            apart = self._acts_between(denoiser, args, kwargs)
             if self._stages and apart:
                 self._check_held(denoiser)
                 raise TokenMergeError(
-                    "a hook or a forward of others acts between the stages of the UNet, which are held all together; "
-                    "use Hold(what='blocks')"
+                    "a third-party hook or forward acts between the stages of the UNet, which can only be held all "
+                    "together; use Hold(what='blocks')"
                 )
             call = call._replace(apart=apart)
         if self._check is not None:
@@ -73,7 +73,7 @@ class Observer(Uncopied):
         if self._watch is not None and self._state.holding is not None and self._state.holding.learning:
             self._watch(denoiser)
         if self._stages and self._state.step.kind == HELD:
-            # What was added at the full step is held with the stages.
+            # The residual already contains what was added between stages at the full step.
             self._family.between_stages(args, kwargs).clear()
 
     @torch.compiler.disable
@@ -83,8 +83,8 @@ class Observer(Uncopied):
             at_backward(output, partial(merging.recall, merging.past()), merging.close)
         self._state.leave()
 
-    def _is_between(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether something acts between held blocks in this call."""
+    def _acts_between(self, denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether something acts between held blocks in this call: an argument, a hook, or a replaced forward."""
         if any(argument.read(args, kwargs) is not None for argument in self._family.between_blocks):
             return True
         loops = (denoiser.get_submodule(name) for name in self._loops)

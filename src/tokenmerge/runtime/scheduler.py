@@ -1,4 +1,4 @@
-"""Follow a scheduler: it tells which step a denoising loop has come to, and calls of the denoiser tell the rest."""
+"""Follow a diffusers scheduler: its calls count the steps of a denoising loop, and denoiser calls show the rest."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from .noise import adds_noise
 from .prediction import Predictor
 from .timeline import Timeline
 
-# Of a scheduler's step: how much noise it adds, where it adds none by itself.
+# Arguments of `step` that make a scheduler add noise which by default adds none.
 _NOISE_ARGUMENTS = ("eta", "s_churn")
 
 
 class Follower:
-    """Keeps the clock of one `apply`, from what its scheduler and its denoiser are told."""
+    """Keeps the clock of one `apply`, from the calls of its scheduler and its denoiser."""
 
     def __init__(self, timeline: Timeline, scheduler: Callable[[], Any], way_out_of_noise: str = "") -> None:
         self.clock = Clock()
         self._timeline = timeline
-        self._way_out_of_noise = way_out_of_noise  # where a scheduler that adds noise is refused
+        self._way_out_of_noise = way_out_of_noise  # if set, schedulers that add noise are refused, with this advice
         self._scheduler = scheduler
         self._stop_listening: Callable[[], None] | None = None
         self._followed: Callable[[], Any] = lambda: None
         self._timestep: Tensor | None = None  # of the first call of the step
-        self._place: int | None = None  # of that timestep among the scheduler's, where it is known
-        self._stepped: Any = None  # the timestep that the scheduler stepped from last
+        self._place: int | None = None  # index of that timestep in the scheduler's timesteps, if known
+        self._stepped: Any = None  # the timestep of the scheduler's last step
         self._predictor: Predictor | None = None
-        self._sample_levels: list[float] = []  # for it
-        self._predicted: Any = None  # the timestep of its last step
-        self._inside = False  # whether a call has begun and not ended: one that fails does not
+        self._sample_levels: list[float] = []  # for the predictor: noise to signal at every timestep
+        self._predicted: Any = None  # the timestep of the predictor's last step
         try:
             self.follow()
         except BaseException:
@@ -47,19 +46,19 @@ class Follower:
             raise
 
     def predict(self, predictor: Predictor) -> None:
-        """From now on let `predictor` see and change what the scheduler is given."""
+        """From now on let `predictor` see and replace the outputs that the scheduler steps with."""
         predictor.follow(self._followed())
         self._predictor = predictor
         self._sample_levels = sample_levels(self._followed()) or []
 
     @property
     def scheduler(self) -> Any:
-        """The one that drove the last call; None if it is gone, or none is known."""
+        """The scheduler that drove the last call; None if it is gone or unknown."""
         return self._followed()
 
     @property
     def waits(self) -> bool:
-        """Whether steps are told apart by reading timesteps, which waits for the device."""
+        """Whether every call reads its timestep, which waits for the device."""
         return self._followed() is None
 
     def enter(self, call: DenoiserCall) -> None:
@@ -69,31 +68,26 @@ class Follower:
         if call.trains:
             if self._timeline.needs_length:
                 raise TokenMergeError(
-                    "a call with gradients in training mode is no step of a schedule, and what steps do depends on how "
-                    "many there are; train with a window of all steps (start=0, stop=1), or call eval() first"
+                    "a call with gradients in training mode belongs to no schedule, but the window of a technique "
+                    "depends on the number of steps; train with a window of all steps (start=0, stop=1), or call "
+                    "eval() first"
                 )
             self.clock.start_training()
         elif scheduler is None:
             if self._timeline.needs_length:
                 raise TokenMergeError(
-                    "the scheduler that drove this denoiser is gone, and what a step does depends on how many there "
-                    "are; apply to the pipeline that runs"
+                    "the scheduler that drove this denoiser is gone, but the window of a technique depends on the "
+                    "number of steps; apply to the pipeline that runs"
                 )
             self.clock.follow_timestep(float(call.timestep.flatten()[0]))
         else:
             self._see_call(scheduler, call)
-        # One that failed may be made again, and is the same call of its step.
-        self.clock.call += self.clock.call < 0 or not self._inside
-        self._inside = True
-
-    def leave(self) -> None:
-        """At the end of a call that did not fail."""
-        self._inside = False
+        self.clock.begin_call()
 
     def follow(self) -> None:
-        """Listen to the scheduler in use, also after the user has put another one into the pipeline."""
+        """Listen to the scheduler in use, even after the user has put another one into the pipeline."""
         scheduler = self._scheduler()
-        # A pipeline may be gone and its denoiser and scheduler live on in another one.
+        # None if the pipeline is gone. Its denoiser and scheduler may live on in another one.
         if scheduler is None or scheduler is self._followed():
             return
         if self._way_out_of_noise and adds_noise(scheduler):
@@ -104,7 +98,7 @@ class Follower:
         self._followed = weakref.ref(scheduler)
         self._stop_listening = listen(scheduler, self)
         self.timesteps_set(scheduler)
-        # A technique may be applied on the way, as by a callback of a pipeline.
+        # A technique may be applied in the middle of a picture, e.g. by a callback of the pipeline.
         self.clock.begin = getattr(scheduler, "begin_index", None) or 0
         self.clock.step = max(0, (getattr(scheduler, "step_index", None) or 0) - self.clock.begin)
 
@@ -113,13 +107,13 @@ class Follower:
             self._stop_listening()
             self._stop_listening = None
 
-    # What a scheduler was told.
+    # Calls of the scheduler: this class is a `Listener`.
 
     def timesteps_set(self, scheduler: Any, *_: Any, **__: Any) -> None:
         self._place, self._stepped, self._predicted = None, None, None
         timesteps = getattr(scheduler, "timesteps", None)
         total = None if timesteps is None else len(timesteps)
-        # Some schedulers keep sigmas on the device, for which reading them waits.
+        # Read levels only if needed: some schedulers keep sigmas on the device, so that reading them waits.
         levels = noise_levels(scheduler) if self._timeline.hold is not None else None
         gain, length = error_gain(scheduler), output_length(scheduler)
         self.clock.start_image(total, levels, gain=gain, length=length, clips=clips(scheduler))
@@ -135,16 +129,16 @@ class Follower:
         if self._predictor is None or self.clock.call < 0:
             if _is_same(timestep, self._predicted):
                 raise TokenMergeError(
-                    f"{type(scheduler).__name__} was stepped twice after one call; what is held is one clean "
-                    "prediction: draw one picture at a time, use another what, or remove first"
+                    f"{type(scheduler).__name__} was stepped twice after one call, but only one clean prediction is "
+                    "held; draw one picture at a time, use another what=..., or remove first"
                 )
             return arguments, named
         place = _place_in(scheduler.timesteps, timestep, 0) if isinstance(timestep, Tensor) else None
         place = self.clock.begin + self.clock.step if place is None else place
         if place >= len(self._sample_levels) or given.get("per_token_timesteps") is not None:
             raise TokenMergeError(
-                f"{type(scheduler).__name__} tells no one level of noise at this step, without which no clean "
-                "prediction can be held; use another what, or a Merge"
+                f"{type(scheduler).__name__} has no single noise level at this step, which holding a clean prediction "
+                "needs; use another what=..., or Merge"
             )
         self._predicted = timestep
         output = self._predictor.step(given["model_output"], given["sample"], self._sample_levels[place])
@@ -155,32 +149,32 @@ class Follower:
 
     def stepped(self, scheduler: Any, *arguments: Any, **named: Any) -> None:
         given = _given(scheduler, arguments, named)
-        # Most take it second, also where a wrapper of somebody's own hides the names.
+        # Most schedulers take it second, even if a wrapper hides the names.
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
-        # Another pipeline may share the scheduler: a step without a call of this denoiser is none of ours to refuse.
+        # A step without a call of this denoiser belongs to another pipeline that shares the scheduler.
         ours = self.clock.call >= 0
         if _is_same(timestep, self._stepped):
             if ours:
                 raise TokenMergeError(
-                    "the scheduler was stepped twice from one timestep: parts of a picture, or several, take turns, "
-                    "and their calls cannot be told apart; let one call have all of them (view_batch_size), or remove "
-                    "first"
+                    "the scheduler was stepped twice from one timestep: several pictures, or parts of one, take turns, "
+                    "and their calls cannot be told apart; denoise all of them in one call (view_batch_size), or "
+                    "remove first"
                 )
-            # One call for a batch, and a step for each of its samples.
+            # One call served a whole batch, and the scheduler steps each sample by itself.
             return
         if ours and self._way_out_of_noise and any(given.get(name) for name in _NOISE_ARGUMENTS):
             raise self._noisy(scheduler)
         self._stepped = timestep
         self.clock.next_step()
 
-    # What calls tell that the scheduler does not.
+    # Calls of the denoiser, which show what the scheduler does not.
 
     def _see_call(self, scheduler: Any, call: DenoiserCall) -> None:
         if self.clock.is_over:
-            # Loops of one's own may set the timesteps once, for many images.
+            # A hand-written loop may set the timesteps once for many images.
             self.timesteps_set(scheduler)
         if self.clock.call >= 0 and self._place is not None:
-            # An image was broken off between a call and its step, and timesteps had been set for many.
+            # The last image was abandoned between a call and its step, and the timesteps were set for many images.
             place = _place_in(scheduler.timesteps, call.timestep, self._place)
             if place is not None and place < self._place:
                 self.timesteps_set(scheduler)
@@ -190,31 +184,32 @@ class Follower:
             if self.clock.step == 0:
                 self.clock.begin = self._begin(scheduler, call.timestep)
         elif self.clock.call >= MAX_CALLS - 1 and not _same_time(call.timestep, self._timestep):
-            # Not at the first calls, since reading timesteps waits for the device.
-            raise _driven_by_another(f"{MAX_CALLS + 1} calls came without a step of the scheduler")
+            # The first calls are not checked, since reading timesteps waits for the device.
+            raise _driven_by_another(f"{MAX_CALLS + 1} calls came without a step of the given scheduler")
 
     def _see_place(self, scheduler: Any, timestep: Tensor) -> None:
-        """See from where the timestep of a step's first call lies whether the loop still is that of the last image."""
+        """Check by the timestep of a step's first call whether the loop still draws the same image."""
         timesteps = getattr(scheduler, "timesteps", None)
         before = self._place
         place = _place_in(timesteps, timestep, 0 if before is None else before + 1)
         if before is not None and place is not None and place <= before:
-            # Back to an earlier one, or to that of the step before: an image was broken off, and timesteps had been
-            # set for many. Past its first step, parts of one that take turns look alike, and are still refused.
-            turns = self._stepped if place == before and self.clock.step > 1 else None
+            # The loop went back, or repeats a timestep: the last image was abandoned, and the timesteps were set for
+            # many. But after step 1 a repeated timestep may mean parts of a picture that take turns, which `stepped`
+            # must still refuse.
+            stepped = self._stepped if place == before and self.clock.step > 1 else None
             self.timesteps_set(scheduler)
-            self._stepped = turns
+            self._stepped = stepped
         elif before is not None and place is None and isinstance(timesteps, Tensor):
             following = timesteps[before + 1 : before + 2]
             if not len(following) or not _same_time(timestep, following):
-                raise _driven_by_another("a call came that is no step of the scheduler")
+                raise _driven_by_another("a call came that is no step of the given scheduler")
         elif place is not None:
-            # Some schedulers have a time twice.
+            # A scheduler may have the same timestep twice in a row.
             self._stepped = None
         self._place = place
 
     def _begin(self, scheduler: Any, timestep: Tensor) -> int:
-        """Where in the schedule an image begins. Old schedulers do not say; then the timestep is looked up."""
+        """The step of the schedule that an image begins with. Old schedulers do not say, so we look up the timestep."""
         if hasattr(scheduler, "begin_index"):
             return scheduler.begin_index or 0
         if self._timeline.hold is None and not self._timeline.needs_length:
@@ -224,7 +219,7 @@ class Follower:
 
     def _noisy(self, scheduler: Any) -> TokenMergeError:
         return TokenMergeError(
-            f"{type(scheduler).__name__} adds noise at its steps; held steps would leave it in the picture: "
+            f"{type(scheduler).__name__} adds noise at its steps, which held steps would leave in the picture; "
             f"{self._way_out_of_noise}"
         )
 
@@ -233,31 +228,34 @@ def _given(scheduler: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     """The arguments of a scheduler's step, by name."""
     names = list(inspect.signature(scheduler.step).parameters)
     if "model_output" not in names:
-        # A wrapper of somebody's own hides them.
+        # A third-party wrapper hides them.
         names = list(inspect.signature(type(scheduler).step).parameters)[1:]
     return {**dict(zip(names, arguments, strict=False)), **named}
 
 
 def scheduler_source(model: Any, scheduler: Any) -> Callable[[], Any]:
-    """A function that gives the scheduler in use now, and keeps neither pipeline nor scheduler alive."""
+    """A function that returns the scheduler in use, and keeps neither pipeline nor scheduler alive."""
     if scheduler is not None:
         if isinstance(scheduler, type) or not hasattr(scheduler, "step"):
-            told = scheduler.__name__ if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
-            raise TokenMergeError(f"scheduler is {told}; give the scheduler object that drives the denoiser")
+            kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
+            raise TokenMergeError(f"scheduler is {kind}; give the scheduler object that drives the denoiser")
         return weakref.ref(scheduler)
     if isinstance(model, nn.Module):
         return lambda: None
     try:
         pipeline = weakref.ref(model)
     except TypeError:
-        # A model host of somebody's own that cannot be referred to weakly.
+        # A third-party host without support for weak references.
         return scheduler_source(nn.Module(), getattr(model, "scheduler", None))
     return lambda: getattr(pipeline(), "scheduler", None)
 
 
 def _place_in(timesteps: Any, timestep: Tensor, likely: int) -> int | None:
-    """Which of the timesteps this one is: by where it lies, if it is a view of them, as pipelines pass it on; by its
-    value, if a loop of one's own gave a number, which a family reads as float64."""
+    """The index of a timestep in the scheduler's timesteps; None if unknown. likely: preferred if a timestep repeats.
+
+    Pipelines pass a view of the scheduler's tensor, so the index follows from its memory offset, without waiting for
+    the device. Hand-written loops may pass a number, which families read as a float64 tensor; that is looked up.
+    """
     if not isinstance(timesteps, Tensor):
         return None
     if timestep.ndim == 0 and timestep.dtype == torch.float64 and timestep.device.type == "cpu":
@@ -273,19 +271,19 @@ def _place_in(timesteps: Any, timestep: Tensor, likely: int) -> int | None:
 
 def _driven_by_another(fact: str) -> TokenMergeError:
     return TokenMergeError(
-        f"{fact} that was given: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=, "
-        "or apply to the denoiser alone, with techniques whose window is all steps"
+        f"{fact}: another loop drives this denoiser; apply to the pipeline that runs, give scheduler=..., or apply to "
+        "the denoiser alone, with techniques whose window is all steps"
     )
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether a scheduler was given one of its timesteps twice: the number, or where it lies. To compare values of
-    tensors would wait for the device."""
+    """Whether two arguments of a scheduler are the same timestep: equal numbers, or the same place in memory. Comparing
+    the values of tensors would wait for the device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.device == other.device and one.data_ptr() == other.data_ptr())
     return one is not None and not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other
 
 
 def _same_time(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two calls have the same timestep, given once or for each sample of their batch."""
+    """Whether two calls have equal timesteps. Each may be given once or per sample of the batch."""
     return other is not None and one.device == other.device and bool(one.flatten()[0] == other.flatten()[0])

@@ -1,4 +1,4 @@
-"""Follow a host that tells the noise of every evaluation, in place of a diffusers scheduler."""
+"""Follow a host that passes the noise level of every evaluation itself, and has no diffusers scheduler."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from ..families.calls import DenoiserCall
 from .clock import Clock
 from .prediction import PICTURES, Predictor
 
-# By which levels may differ that are the same: hosts compute them twice, and round.
+# Relative rounding error of a level: hosts compute levels twice.
 _SAME = 1e-3
 
 
 class SigmaFollower:
-    """Keeps the clock of one picture. The host makes every evaluation of its model by `evaluate`."""
+    """Keeps the clock of one picture. The host must make every evaluation of its model through `evaluate`."""
 
     waits = False
     scheduler = None
 
     def __init__(self, levels: Sequence[float], gain: float = 1.0) -> None:
-        """levels: of noise to signal, of every evaluation to come. gain: by which the solver magnifies errors."""
+        """levels: noise to signal of every planned evaluation. gain: how much the solver magnifies errors."""
         self.clock = Clock()
         self._levels = list(levels)
         self._gain = gain
         self._predictor: Predictor | None = None
-        self._leaves_out: Callable[[DenoiserCall], bool] = _nothing
-        self._inside = False  # whether a call has begun and not ended: one that fails does not
+        self._leaves_out: Callable[[DenoiserCall], bool] = _leaves_nothing_out
 
     def predict(self, predictor: Predictor, leaves_out: Callable[[DenoiserCall], bool]) -> None:
-        """From now on hold whole evaluations, where `leaves_out` says so of what stands for their calls."""
+        """From now on hold whole evaluations. leaves_out: whether to, given a call that stands for all of them."""
         self._predictor, self._leaves_out = predictor, leaves_out
 
     def evaluate(self, level: float, sample: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        """The clean picture that the model sees in a sample at this level of noise to signal, after guidance.
+        """The clean picture of a sample after guidance: predicted by the model, or held. level: noise to signal.
 
-        run: asks the model, by one denoiser call or several. Where the clean prediction is held it is not called.
+        run: evaluates the model, in one or more denoiser calls. It is not called if the clean prediction is held.
         """
         self._begin(level)
         if self._predictor is None:
@@ -55,24 +54,20 @@ class SigmaFollower:
             clock.start_image(len(self._levels), self._levels, gain=self._gain)
         else:
             clock.next_step()
-        told = self._levels[clock.step : clock.step + 1]
-        if not told or not math.isclose(told[0], level, rel_tol=_SAME):
-            # Solvers that choose their own steps: what is left of the schedule lies below.
+        planned = self._levels[clock.step : clock.step + 1]
+        if not planned or not math.isclose(planned[0], level, rel_tol=_SAME):
+            # The solver chooses its own steps: only lower levels are left of the schedule.
             rest = [each for each in self._levels[clock.step :] if each < level]
             self._levels = [*self._levels[: clock.step], level, *rest]
             clock.correct_levels(self._levels)
 
     def enter(self, call: DenoiserCall) -> None:
-        self.clock.call += self.clock.call < 0 or not self._inside
-        self._inside = True
-
-    def leave(self) -> None:
-        self._inside = False
+        self.clock.begin_call()
 
     def close(self) -> None:
-        """It listens to nobody. What it was told to ask leads back to it, and to all that is held."""
-        self._predictor, self._leaves_out = None, _nothing
+        """Drop the predictor and its callback: both refer back to this follower, and to all residuals."""
+        self._predictor, self._leaves_out = None, _leaves_nothing_out
 
 
-def _nothing(call: DenoiserCall) -> bool:
+def _leaves_nothing_out(call: DenoiserCall) -> bool:
     return False

@@ -1,7 +1,7 @@
-"""State: what one `apply` remembers, and what every denoiser call does by it.
+"""State: what one `apply` remembers, and how it decides what every denoiser call does.
 
-Compiled code must not see any of this, or it would be compiled again at every step. So denoiser calls are observed
-outside of it. Traced code only reads tensors that are overwritten in place, and what each technique does in this call.
+Compiled code must not see any of this, or it would recompile at every step. So calls are observed outside of it. Traced
+code only reads tensors, which are overwritten in place, and what each technique does in this call.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from .clock import MAX_CALLS, Clock
 from .installing import Uncopied
 from .timeline import FULL, HELD, MERGED, Kept, Step, Timeline
 
-# Where `apply` keeps what it knows, on the denoiser itself so that both live and die together.
+# The attribute of the denoiser that keeps what `apply` knows, so that both live and die together.
 APPLIED = "_tokenmerge"
 
 
 class Host(Protocol):
-    """What the state asks of whoever knows where the denoising loop stands."""
+    """What the state needs of a follower, which knows where the denoising loop stands."""
 
     clock: Clock
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler of diffusers that drives the denoiser; None where there is none."""
+        """The diffusers scheduler that drives the denoiser; None without one."""
 
     @property
     def waits(self) -> bool:
         """Whether calls wait for the device anyway."""
 
-    def enter(self, call: DenoiserCall) -> None: ...
-
-    def leave(self) -> None: ...
+    def enter(self, call: DenoiserCall) -> None:
+        """At the start of a denoiser call: bring the clock up to date."""
 
     def close(self) -> None: ...
 
 
 class Merging(Protocol):
-    """What the state asks of merging."""
+    """What the state needs of merging."""
 
     def begin_image(self) -> None: ...
 
@@ -51,10 +50,10 @@ class Merging(Protocol):
     def close(self) -> None: ...
 
     def past(self) -> Any:
-        """What this call does, for when a backward pass runs its blocks once more."""
+        """The maps of this call, for a backward pass that runs its blocks once more."""
 
     def recall(self, past: Any) -> None:
-        """Do that again, until `close`."""
+        """Merge by the maps of a past call, until `close`."""
 
     @property
     def visits(self) -> int:
@@ -74,12 +73,12 @@ class Merging(Protocol):
 
 
 class Holding(Protocol):
-    """What the state asks of holding."""
+    """What the state needs of holding."""
 
     def begin_image(self) -> None: ...
 
     def known(self, call: DenoiserCall) -> Kept | None:
-        """What such a call of this image has shown so far."""
+        """What earlier calls like this one have shown in this image."""
 
     def enter(self, call: DenoiserCall, step: Step, *, restart: bool) -> None: ...
 
@@ -89,7 +88,7 @@ class Holding(Protocol):
 
     @property
     def learning(self) -> bool:
-        """Whether this call shows what can be held."""
+        """Whether no call has shown yet what can be held."""
 
     def kind(self) -> Hashable | None: ...
 
@@ -97,7 +96,7 @@ class Holding(Protocol):
 
 
 class State(Uncopied):
-    """Everything one `apply` remembers. Techniques know nothing of each other; the state tells each what to do."""
+    """Everything one `apply` remembers. The techniques do not know each other; the state directs both."""
 
     def __init__(
         self, timeline: Timeline, follower: Host, merging: Merging | None = None, holding: Holding | None = None
@@ -106,26 +105,25 @@ class State(Uncopied):
         self.follower = follower
         self.merging = merging
         self.holding = holding
-        self.step = Step(FULL)  # of the call that entered last
-        self.steps: Counter[str] = Counter()  # of the last image, by kind, or "skipped" by a cache
-        # Says, where a cache may skip blocks in this image, how many merged layers run all the same.
+        self.step = Step(FULL)  # what the current call does
+        self.steps: Counter[str] = Counter()  # steps of the last image by kind, or "skipped" by a cache
+        # Checks the model. If a cache may skip blocks in this image, returns how many merged layers run all the same.
         self.at_image_start: Callable[[], int | None] = lambda: None
-        self._begun = -1  # the last image whose first call could be entered
-        self._anyway: int | None = None
-        self._held_from: int | None = None  # if this step is held: the number of the kept step that it follows
-        self._kinds: dict[Hashable, str] = {}  # what each part of a step's calls last kept: its kind
-        self._parts: list[Hashable] = []  # of the call that entered last
-        self._came: Counter[Hashable] = Counter()  # the conditions of this step
+        self._begun = -1  # the last image whose first call was entered without an error
+        self._anyway: int | None = None  # result of `at_image_start` for this image
+        self._held_from: int | None = None  # in a held step, the number of the kept step before it
+        self._kinds: dict[Hashable, str] = {}  # the kind of the last kept step, for each part of a step's calls
+        self._parts: list[Hashable] = []  # parts of the current call, see `DenoiserCall.parts`
+        self._came: Counter[Hashable] = Counter()  # how often each condition has come in this step
 
     def enter(self, call: DenoiserCall) -> None:
-        """At the start of a denoiser call: learn the step, decide its kind, and tell the techniques."""
+        """At the start of a denoiser call: update the clock, decide the kind of the step, and direct the techniques."""
         self.follower.enter(call)
         clock = self.follower.clock
         if call.conditions:
             call = call._replace(conditions=self._numbered(call.conditions))
-        # Not only in the first call of an image: that may have been refused, and made again.
-        begins = self._begun != clock.image
-        if begins:
+        # Not `clock.call == 0`: the first call of an image may have been refused, and be made again.
+        if self._begun != clock.image:
             self._anyway = self.at_image_start()
             self.steps.clear()
             self._kinds.clear()
@@ -141,8 +139,10 @@ class State(Uncopied):
         self._begun = clock.image
 
     def leaves_out(self, call: DenoiserCall) -> bool:
-        """At the start of a step of a host that may leave out all of its calls: whether it does. `call` stands for all
-        of them, and is the only one of a step that is left out."""
+        """At the start of an evaluation: whether it is held, so that the host makes none of its calls.
+
+        call: stands for all calls of the evaluation. If held, it counts as the step's only call.
+        """
         kept = self.holding.known(call) if self.holding is not None else None
         if self.timeline.step(self.follower.clock.place(), kept).kind != HELD:
             return False
@@ -151,7 +151,7 @@ class State(Uncopied):
         return True
 
     def _numbered(self, conditions: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-        """Conditions, and how often each has come in this step: guidance may ask for one again, with other layers."""
+        """Number repeats of a condition within a step: guidance may ask for one again, with other layers."""
         if self.follower.clock.call == 0:
             self._came.clear()
         numbered = tuple((condition, self._came[condition]) for condition in conditions)
@@ -159,7 +159,7 @@ class State(Uncopied):
         return numbered
 
     def _decide(self, call: DenoiserCall) -> Step:
-        """What a call does. All calls of a step do the same; one whose last kept step is another runs."""
+        """What a call does. All calls of a step do the same, but a call with another last kept step runs."""
         clock = self.follower.clock
         if call.trains:
             return self.timeline.step(clock.place(), None, may_hold=False)
@@ -170,7 +170,7 @@ class State(Uncopied):
             if decided.kind == HELD and kept is not None:
                 self._held_from = kept.last.number
             return decided
-        # Nothing is kept for so many calls, and full ones in between would save nothing.
+        # Without conditions, only the first calls of a step have residuals of their own.
         may_hold = bool(call.conditions) or clock.call < MAX_CALLS
         if kept is not None and kept.last.number == self._held_from and may_hold:
             return Step(HELD)
@@ -179,9 +179,10 @@ class State(Uncopied):
 
     def leave(self) -> None:
         """At the end of a call that did not fail."""
-        self.follower.leave()
-        # Guidance may take several calls to a step.
-        if self.follower.clock.call == 0:
+        clock = self.follower.clock
+        clock.end_call()
+        # Count steps, not calls: guidance may take several.
+        if clock.call == 0:
             self.steps[self._did] += 1
         if self.holding is not None:
             if self.step.keeps:
@@ -192,27 +193,27 @@ class State(Uncopied):
 
     @property
     def _runs_differently(self) -> bool:
-        """Whether this call lies beyond a changed map, or the edge of merging's window, from the last kept one."""
+        """Whether a changed map, or an edge of Merge's window, lies between the last kept step and this call."""
         kind = self.step.kind
         changed = self.merging is not None and kind == MERGED and self.merging.renews
         return changed or any(self._kinds.get(part, kind) != kind for part in self._parts)
 
     @property
     def _did(self) -> str:
-        """What the call that ends now did: the kind of its step, unless a cache skipped its layers."""
+        """What the current call did: the kind of its step, unless a cache skipped its merged layers."""
         if self._anyway is None or self.merging is None or self.step.kind != MERGED:
             return self.step.kind
         return "skipped" if self.merging.visits <= self._anyway else MERGED
 
     def close(self) -> None:
-        """Do nothing any more, also where somebody has kept the forward of a site."""
+        """Stop acting, even if somebody has kept the forward of a site."""
         self.follower.close()
         self.step = Step(FULL)
         for technique in (self.merging, self.holding):
             if technique is not None:
                 technique.close()
 
-    # For CUDA graphs of calls, see `compiling/graphs.py`.
+    # For CUDA graphs, see `compiling/graphs.py`.
 
     @property
     def _acting(self) -> list[Merging | Holding]:

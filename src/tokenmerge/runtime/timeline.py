@@ -11,74 +11,83 @@ from .levels import Place, even_levels, place_at
 
 # The kinds of step: on all tokens, on fewer, or not at all.
 FULL, MERGED, HELD = "full", "merged", "held"
-# When a method makes its maps: as fields say, once per image, or in every call.
+# When a method makes its maps: as `destinations_every` and `weights_every` say, once per image, or in every call.
 DUE, ONCE, ALWAYS = "due", "once", "always"
-# Residuals bend again where a picture ends, which errors before do not tell: from this share of the steps on, at most
-# this share of them, and always two, may be held in a row.
+# Near its end a picture's residuals bend again, which earlier errors do not foretell. Once the first share of the steps
+# is done, at most the second share of all steps may be held in a row, but always two.
 _END, _IN_A_ROW = 0.85, 0.07
-# With `every`, drift from one full step to the next that a schedule may lead to, over `every`: pictures decide nothing
-# there, and steps that move them far would wreck them.
+# With `every`, errors decide nothing, so steps that move the picture far must run. The most drift that is expected
+# between two full steps, per unit of `every`.
 _EXPECTED = 0.01
-# Over a tolerance, drift up to the next full step that steps are held with however far off they are, and that none are
-# held beyond.
-_HARDLY, _FAR = 0.01, 0.2
-# Distances, in those that were extrapolated over, from which on two points give no line.
-_TOO_FAR = 4.0
-# A full step makes up for no more than this, over its error: what it gives out bends more than it moves.
+# Drift since the last kept step, per unit of `tolerance`. Up to the first a step is held whatever its error; above the
+# second it runs.
+_NEGLIGIBLE, _MOST_DRIFT = 0.01, 0.2
+# The error of a line tells no curvature if its two points lie this many times as far apart as it was extrapolated.
+_TOO_FAR_APART = 4.0
+# Bound of `Kept.owed`. A larger correction would bend the output of a full step more than it moves the picture.
 _MOST_OWED = 2.5
-# How much residuals of the bundled models bend, and the least that is believed: in noise alone they hardly do, which
-# tells nothing of the picture to come.
+# `Kept.bend` of the bundled models, and the least that we believe: in nearly pure noise residuals hardly bend, which
+# says nothing about the picture to come.
 USUAL_BEND, _LEAST_BEND = 0.6, 0.3
-# The first error is that of step 2, and is read when step 3 has begun.
+# The first error is measured at step 2, and read once step 3 has begun.
 _FIRST_KNOWN = 3
 
 
 class Kept(NamedTuple):
-    """What Hold knows of an image so far."""
+    """What Hold knows of an image so far, and the law of errors: how far off an extrapolation to a step will be."""
 
     last: Place  # the last step whose residuals were kept
-    before: Place | None = None  # the one before it, if a slope may be taken between the two
-    bend: float | None = None  # how much residuals bend, by the error of an extrapolation; None before there was one
-    held: tuple[Place, ...] = ()  # steps that were held since the last kept one
+    before: Place | None = None  # the kept step before it; None if no slope may be taken between the two
+    bend: float | None = None  # measured curvature of residuals, over `Place.curvature`; None before the first error
+    held: tuple[Place, ...] = ()  # the steps held since the last kept one
 
     def growth_to(self, now: Place) -> float:
-        """How errors grow up to a step: of a line through two points with the distances from both, of one residual
-        with that from it."""
-        far = abs(now.at - self.last.at)
-        return far if self.before is None else far * (far + abs(self.last.at - self.before.at))
+        """How the absolute error grows with distance, up to a constant factor.
+
+        A line through two points: |now - last| * |now - before|. One residual without a slope: |now - last|.
+        """
+        ahead = abs(now.at - self.last.at)
+        return ahead if self.before is None else ahead * (ahead + abs(self.last.at - self.before.at))
 
     def error_at(self, now: Place) -> float:
-        """The relative error of an extrapolation to a step."""
+        """The expected relative error of extrapolating to a step: bend * curvature * growth."""
         assert self.bend is not None
-        return self.bend * now.bends * self.growth_to(now)
+        return self.bend * now.curvature * self.growth_to(now)
 
     def owed(self, now: Place) -> float:
-        """What the held steps have missed, over the error that a full step shows: errors, by how far each step moves
-        the picture."""
-        here = self.growth_to(now) * now.weight
+        """How many times the full step `now` adds its own error, to make up for the held steps before it.
+
+        sum of growth * weight over the held steps, divided by growth * weight of `now`; bounded.
+        """
+        shown = self.growth_to(now) * now.weight
         missed = sum(self.growth_to(place) * place.weight for place in self.held)
-        return min(missed / here, _MOST_OWED) if here else 0.0
+        return min(missed / shown, _MOST_OWED) if shown else 0.0
 
     def drift_to(self, now: Place) -> float | None:
-        """How far the picture would drift from the last kept step up to this one, if it can be told: errors, by how far
-        each step moves it."""
+        """How far the picture would drift if all steps since the last kept one were held, up to and including `now`.
+
+        sum of error * weight over these steps; None if no error is known or the line has no slope.
+        """
         if self.before is None or self.bend is None:
             return None
         return sum(self.error_at(place) * place.weight for place in (*self.held, now))
 
 
 def bend_of(error: float, now: Place, kept: Kept) -> float | None:
-    """How much residuals bend, from the error of extrapolating them to a step; NaN where that is not finite."""
-    # Nonsense is told wherever it came from: a bend that was found before must not stand for it.
+    """`Kept.bend` by the relative error of extrapolating to a step: the inverse of `Kept.error_at`.
+
+    None if the error says nothing about it; NaN if the error is not finite.
+    """
+    # Non-finite errors come first: an older, finite bend must not hide them.
     if not math.isfinite(error):
         return math.nan
     if kept.before is None:
         return None
-    far, apart = abs(now.at - kept.last.at), abs(kept.last.at - kept.before.at)
-    # A picture begins far above all other noise, and a line from there tells nothing of how residuals bend.
-    if not far or apart > _TOO_FAR * far:
+    ahead, apart = abs(now.at - kept.last.at), abs(kept.last.at - kept.before.at)
+    # The first step may lie far above all others in noise; a line from there does not show how residuals bend.
+    if not ahead or apart > _TOO_FAR_APART * ahead:
         return None
-    return error / (now.bends * far * (far + apart))
+    return error / (now.curvature * ahead * (ahead + apart))
 
 
 class Step(NamedTuple):
@@ -94,7 +103,7 @@ class Step(NamedTuple):
 
 
 class Timeline:
-    """The kind of every step, from the techniques and what came before."""
+    """The kind of every step, from the techniques and the steps before it."""
 
     def __init__(self, merge: Merge | None, hold: Hold | None, renews: str = DUE) -> None:
         self.merge = merge
@@ -103,27 +112,26 @@ class Timeline:
 
     @property
     def needs_length(self) -> bool:
-        """Whether what a step does depends on how many there are."""
+        """Whether the kind of a step depends on the number of steps."""
         return any(each is not None and each.windowed for each in (self.merge, self.hold))
 
     def step(self, now: Place, kept: Kept | None, *, may_hold: bool = True) -> Step:
-        """What a step does. kept: what Hold knows of this image, if it has kept a step."""
-        runs = MERGED if self.merge is not None and _merges(self.merge, now.share or 0.0) else FULL
-        hold = self.hold
+        """What a step does. kept: what Hold knows of this image; None before the first kept step."""
+        merge, hold = self.merge, self.hold
+        runs = MERGED if merge is not None and merge.start <= (now.share or 0.0) < merge.stop else FULL
         if hold is None or not may_hold:
             return Step(runs)
         (start, stop), cleared = hold.window, now.cleared or 0.0
         if cleared >= stop and stop < 1.0:
-            # The first step after the window shows how far off the last ones that were held have been.
+            # The first step after the window is kept: it measures the error of the held steps before it.
             return Step(runs, keeps=kept is not None and bool(kept.held))
-        # What comes before the window is kept all the same: it shows slopes and errors. Nothing comes after the last
-        # step that would mend its errors.
+        # Steps before the window are kept, too, for slopes and errors. The last step runs, as none could correct it.
         if cleared < start or now.last or kept is None or not _may_be_held(hold, now, kept):
             return Step(runs, keeps=True)
         return Step(HELD)
 
     def maps(self, step: int, selected: int | None, weighed: int | None) -> str:
-        """What a merged step renews, given the steps of the last selection and weighing of this image."""
+        """What a merged step renews. selected, weighed: the steps of this image that last selected and weighed."""
         if self._renews == ALWAYS or selected is None or weighed is None:
             return "select"
         if self._renews == ONCE or self.merge is None:
@@ -133,9 +141,9 @@ class Timeline:
         return "reweigh" if step - weighed >= self.merge.weights_every else "reuse"
 
     def steps(self, total: int, levels: Sequence[float] | None = None) -> list[Step]:
-        """Every step of an image, with one call a step. levels: of noise to signal; without them, of an even schedule.
+        """Every step of an image with one call per step. levels: noise to signal; if unknown, those of an even flow.
 
-        With a tolerance these are the steps to be expected: residuals of the bundled models bend as here.
+        With a tolerance, these are the expected steps: we assume that residuals bend as in the bundled models.
         """
         found: list[Step] = []
         kept, selected, weighed = None, None, None
@@ -149,14 +157,10 @@ class Timeline:
             if step.keeps:
                 kept = Kept(now, kept.last if kept else None, USUAL_BEND if number >= _FIRST_KNOWN else None)
             elif kept is not None:
-                # Nothing is known after a step that ran and was not kept.
+                # A step that ran without being kept ends what is known.
                 kept = kept._replace(held=(*kept.held, now)) if step.kind == HELD else None
             found.append(step)
         return found
-
-
-def _merges(merge: Merge, share: float) -> bool:
-    return merge.start <= share < merge.stop
 
 
 def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
@@ -174,32 +178,34 @@ def _may_be_held(hold: Hold, now: Place, kept: Kept) -> bool:
     drift = kept.drift_to(now)
     if drift is None:
         return False
-    # Far above the picture, steps hardly move it; below, a great stride may move it far.
-    if drift <= _HARDLY * hold.tolerance:
+    # In nearly pure noise, steps hardly move the picture; later, one large step may move it far.
+    if drift <= _NEGLIGIBLE * hold.tolerance:
         return True
-    # Errors grow along the rest of a picture, the more the noisier it is.
-    return kept.error_at(now) / now.bends <= hold.tolerance and drift <= _FAR * hold.tolerance
+    # An early error grows over the rest of the picture. So the bound of the relative error is tolerance / sqrt(r).
+    return kept.error_at(now) / now.curvature <= hold.tolerance and drift <= _MOST_DRIFT * hold.tolerance
 
 
 def _distance_to_end(now: Place, last: Place) -> int:
-    """Steps from a kept one to the next where a picture ends: the rest is shared out evenly up to the last step."""
+    """Steps from a kept one to the next near the end of a picture: the remaining ones are divided evenly."""
     assert now.share
     total = round(now.number / now.share)
-    rest, most = total - 1 - last.number, max(2, int(_IN_A_ROW * total)) + 1
-    return math.ceil(rest / math.ceil(rest / most))
+    remaining, most = total - 1 - last.number, max(2, int(_IN_A_ROW * total)) + 1
+    return math.ceil(remaining / math.ceil(remaining / most))
 
 
 def _is_smooth(every: int, now: Place, kept: Kept) -> bool:
-    """Whether a picture would drift little up to a step, if residuals bent as usual and the full step before the last
-    lay as far back as this one lies ahead."""
+    """Whether the picture is expected to drift little up to a step.
+
+    Assumes that residuals bend as usual, and that the last two kept steps are as far apart as this step lies ahead.
+    """
     before = kept.last._replace(at=2 * kept.last.at - now.at)
     drift = kept._replace(before=before, bend=USUAL_BEND).drift_to(now)
     return drift is not None and drift <= _EXPECTED * every
 
 
 def _distance(every: int, hold: Hold, kept: Place) -> int:
-    """Steps from a kept one to the next. Residuals change fastest at first, so it grows over the window, from half of
-    `every` to one and a half times; it is never a single step, where nothing would be saved."""
+    """Steps from a kept one to the next. Residuals change fastest at first, so the distance grows over the window, from
+    0.5 to 1.5 times `every`. It is at least 2, since 1 would hold nothing."""
     start, stop = hold.window
     share = 0.5 if kept.cleared is None else (kept.cleared - start) / (stop - start)
     return math.ceil(max(2.0, every * (0.5 + share)))
