@@ -50,8 +50,10 @@ LINEAR_INPUT = arguments(nn.Linear)("input")
 
 @dataclass(frozen=True)
 class PerToken:
-    """A block's argument with a row per token: a rotary table, a mask, a modulation. Merged tokens get the rows of
-    their destinations."""
+    """A block's argument with a row per token: a rotary table, a mask, a modulation.
+
+    Merged tokens get the rows of their destinations.
+    """
 
     argument: Argument
     axis: int  # the axis of tokens; if 0, the samples of a batch share the rows and must share destinations
@@ -73,9 +75,9 @@ class PerToken:
         return tuple(rows if number == self.item else item for number, item in enumerate(value))
 
 
-def cos_sin(argument: Argument, axis: int = 0, text: str = "first") -> tuple[PerToken, PerToken]:
+def cos_sin(argument: Argument, axis: int = 0) -> tuple[PerToken, PerToken]:
     """The cosine and sine tables of one rotary argument, a tuple of both."""
-    return PerToken(argument, axis, 0, text), PerToken(argument, axis, 1, text)
+    return PerToken(argument, axis, 0), PerToken(argument, axis, 1)
 
 
 @dataclass(frozen=True)

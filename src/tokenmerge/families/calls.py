@@ -120,7 +120,7 @@ def grids_of_ids(ids: Tensor) -> tuple[TokenGrid, ...]:
 def _grid_of_rows(columns: Tensor) -> tuple[int, int] | None:
     """Height and width, if columns [N] rise alike in every row; else None.
 
-    bfloat16 has no odd numbers above 256, so the largest id of a large picture does not tell its size.
+    bfloat16 has no odd numbers above 256, so the largest id of a large picture does not give its size.
     """
     falls = (columns[1:] < columns[:-1]).nonzero()
     width = int(falls[0]) + 1 if len(falls) else 0

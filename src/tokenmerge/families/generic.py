@@ -14,7 +14,7 @@ from .calls import DenoiserCall
 from .reading import latest
 
 _KIND = BlockKind(Ports())
-# What forwards name the time of a step.
+# Argument names for the time of a step.
 _TIMES = ("timestep", "timesteps", "t", "vision_timesteps", "decoder_noise_time")
 # Classes whose times rise from step to step, with a table or without, by the start of their names.
 RISING = ("Ideogram4", "LongCatAudio", "Lumina", "Mochi", "OmniGen", "ZImage")

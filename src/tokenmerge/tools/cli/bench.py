@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     add_("--steps", type=count, default=50, metavar="N", help="steps of the schedule (default: %(default)s)")
     runs = "untimed runs of each kind of step; at least 2 with graphs (default: 5 on a GPU, else 1)"
     add_("--warmups", type=whole(0), metavar="N", help=runs)
-    add_("--settle", type=real(least=0), metavar="N", help="least seconds of warm-up (default: 2 on a GPU, else 0)")
+    add_("--settle", type=real(least=0), metavar="N", help="minimum seconds of warm-up (default: 2 on a GPU, else 0)")
     add_("--repeats", type=count, metavar="N", help="timed runs of each kind of step (default: 20 on a GPU, else 5)")
     add_("--loops", type=whole(0), default=0, metavar="N", help="whole schedules to time as well (default: 0)")
     add_("--rounds", type=count, default=1, metavar="N", help="how often to measure everything (default: 1)")

@@ -13,7 +13,7 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
-        help="draw a picture plain and with techniques, and compare",
+        help="draw a picture plain and with techniques, and compare them",
         description=shared.described(
             "Draw a prompt with the plain model and, from the same seed, with each technique. Write the pictures side "
             "by side into one file, and print the time and drift of each."

@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         "heal",
         help="train a LoRA that makes the merged model draw what the plain one draws",
         description=shared.described(
-            "Train a LoRA so that, on noised pictures, the merged model's output equals the plain model's. Then draw "
+            "Train a LoRA so that, on noised pictures, the merged model's output matches the plain model's. Then draw "
             "held-out captions plain, merged and healed, and report. Merge(lora=FILE) applies the LoRA. Checkpoints "
             "are saved; --resume continues after an interruption.",
             "`accelerate launch -m tokenmerge heal ...` trains on several devices.",
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         "the pictures of a batch share destinations, as on Flux)",
     )
     add_("--lr", type=real(above=0), default=5e-4, metavar="N", help="highest learning rate (default: 0.0005)")
-    add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of everything random (default: 0)")
+    add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of the whole run (default: 0)")
     add_("--every", type=count, default=100, metavar="N", help="steps from one checkpoint to the next (default: 100)")
     add_(
         "--denoising-steps",

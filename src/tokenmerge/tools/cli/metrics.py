@@ -15,8 +15,8 @@ def add(commands: Any) -> None:
         help="compare two folders of pictures",
         description=shared.described("Measure the pictures in a folder against those of the same names in another."),
     )
-    parser.add_argument("reference", type=Path, help="folder of pictures to compare with")
-    parser.add_argument("test", type=Path, help="folder of pictures with the same names")
+    parser.add_argument("reference", type=Path, help="folder of reference pictures")
+    parser.add_argument("test", type=Path, help="folder of pictures to measure, with the same file names")
     shared.add_prompt_options(parser)
     shared.add_metrics(parser)
     shared.add_machine_options(parser, threads=1)

@@ -18,7 +18,7 @@ from ..files import to_json
 from ..random_models import RANDOM_MODELS
 from ..solvers import SCHEDULERS
 
-# What --compile compiles. Without a value it is the first.
+# The choices of --compile, which is the first without a value.
 COMPILE_WAYS = ("both", "blocks", "graphs")
 DTYPES = ("float32", "float16", "bfloat16")
 # How to type techniques.
@@ -31,7 +31,7 @@ EXAMPLES = {
     "my.yaml": "a YAML or JSON file, such as `tokenmerge tune` writes",
     "mine@toma:regions=whole": "any of these under a name of your own",
 }
-# What `eval` and `generate` accept too.
+# Techniques that only `eval` and `generate` accept.
 RIVALS = {
     '"none + mag:threshold=0.06"': "a step cache: first-block, mag, taylorseer, faster, cache-dit or deepcache",
     '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
@@ -74,10 +74,16 @@ class Command(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help that keeps the lines of descriptions, and never breaks words at hyphens."""
+    """Help that keeps the lines of descriptions, never breaks words at hyphens, and has each command on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_INDENT, width=_WIDTH)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            # argparse does not count that commands are indented once more.
+            self._action_max_length += self._indent_increment
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -85,7 +91,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 def described(*paragraphs: str) -> str:
     """A command's description in wrapped paragraphs."""
-    return "\n\n".join(textwrap.fill(paragraph, _WIDTH) for paragraph in paragraphs)
+    return "\n\n".join(textwrap.fill(paragraph, _WIDTH, break_on_hyphens=False) for paragraph in paragraphs)
 
 
 def add_techniques(
@@ -194,7 +200,7 @@ def add_network_options(parser: argparse.ArgumentParser, *names: str) -> None:
         "--networks",
         metavar="FOLDER",
         type=Path,
-        help="folder with the networks of metrics (default: installed packages and the hub)",
+        help="folder with the networks that metrics need (default: installed packages and the hub)",
     )
     for name in names:
         parser.add_argument(

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     shared.add_size(parser)
     shared.add_frames(parser)
     parser.add_argument("--steps", type=whole(), metavar="N", help="denoising steps (default: the model's)")
-    parser.add_argument("--sites-list", action="store_true", help="list every site by name")
+    parser.add_argument("--sites-list", action="store_true", help="also list every site and held block by name")
     shared.add_json(parser)
     parser.set_defaults(run=run)
 

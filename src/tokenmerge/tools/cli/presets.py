@@ -13,8 +13,10 @@ from . import options as shared
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "presets",
-        help="list the presets",
-        description=shared.described("List the presets: techniques by name, and the fields that each one sets."),
+        help="list the presets and the fields that each one sets",
+        description=shared.described(
+            "List the presets, which are techniques by name, and the fields that each one sets."
+        ),
     )
     shared.add_json(parser)
     parser.set_defaults(run=run)

@@ -32,18 +32,18 @@ def add(commands: Any) -> None:
         help="file of API keys, one per line (default: none; then only this machine is served)",
     )
     _add_number(parser, "replicas", "pipelines that draw in parallel, each on a GPU of its own if there are any")
-    _add_number(parser, "max-batch", "most pictures in a batch")
-    _add_number(parser, "max-queue", "most pictures that wait or are drawn; further requests get status 429")
-    _add_number(parser, "max-side", "most pixels along a side of a picture")
-    _add_number(parser, "max-steps", "most steps in a request")
-    _add_number(parser, "max-n", "most pictures in a request")
-    _add_number(parser, "max-prompt", "most characters in a prompt")
+    _add_number(parser, "max-batch", "maximum pictures in a batch")
+    _add_number(parser, "max-queue", "maximum pictures that wait or are drawn; further requests get status 429")
+    _add_number(parser, "max-side", "maximum pixels along a side of a picture")
+    _add_number(parser, "max-steps", "maximum steps in a request")
+    _add_number(parser, "max-n", "maximum pictures in a request")
+    _add_number(parser, "max-prompt", "maximum characters in a prompt")
     parser.add_argument(
         "--timeout",
         type=real(above=0),
         default=Serving.timeout,
         metavar="SECONDS",
-        help="most seconds from a request to its answer (default: %(default)g)",
+        help="maximum seconds from a request to its answer (default: %(default)g)",
     )
     parser.add_argument(
         "--speed",

@@ -61,7 +61,7 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=parse_budget,
         metavar="NAME=N",
-        help="most drift, as in lpips=0.1 or mse=100: find the fastest settings (default: none)",
+        help="maximum drift, as in lpips=0.1 or mse=100: find the fastest settings (default: none)",
     )
     goal.add_argument(
         "--speed-up",
