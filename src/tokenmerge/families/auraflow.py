@@ -11,11 +11,10 @@ from diffusers.models.transformers.auraflow_transformer_2d import (
     AuraFlowSingleTransformerBlock,
 )
 
-from .base import BlockKind, Family, Ports, arguments, listed, random_input
+from .base import BlockKind, Family, Ports, arguments, joint_ports, listed, random_input
 from .reading import Latents
 
-_BLOCK = arguments(AuraFlowJointTransformerBlock)
-_JOINT = BlockKind(Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")))
+_JOINT = BlockKind(joint_ports(AuraFlowJointTransformerBlock, output=1, rotary=None))
 _SINGLE = BlockKind(Ports(arguments(AuraFlowSingleTransformerBlock)("hidden_states"), text="first"))
 _TEXT_TOKENS = 256
 

@@ -128,6 +128,20 @@ class Ports:
         return (tokens, text) if self.outputs == (0,) else (text, tokens)
 
 
+def joint_ports(block: type[nn.Module], output: int, rotary: str | None = "image_rotary_emb") -> Ports:
+    """The ports of a block where image and text tokens enter and leave side by side, as separate tensors.
+
+    output: place of the image tokens in the returned pair; rotary: argument with the rotary tables, if there are any.
+    """
+    argument = arguments(block)
+    return Ports(
+        argument("hidden_states"),
+        outputs=(output,),
+        text_tokens=argument("encoder_hidden_states"),
+        per_token=() if rotary is None else cos_sin(argument(rotary)),
+    )
+
+
 @dataclass(frozen=True)
 class Component:
     """A submodule that can be merged alone. leave: the submodule where its tokens leave, if not itself."""

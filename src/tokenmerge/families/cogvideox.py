@@ -8,18 +8,10 @@ import torch
 from diffusers import CogVideoXTransformer3DModel
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 
-from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import BlockKind, Family, arguments, joint_ports, listed, random_input
 from .reading import Latents, beside_channels
 
-_BLOCK = arguments(CogVideoXBlock)
-_JOINT = BlockKind(
-    Ports(
-        _BLOCK("hidden_states"),
-        outputs=(0,),
-        text_tokens=_BLOCK("encoder_hidden_states"),
-        per_token=cos_sin(_BLOCK("image_rotary_emb")),
-    )
-)
+_JOINT = BlockKind(joint_ports(CogVideoXBlock, output=0))
 _CALLS = Latents(arguments(CogVideoXTransformer3DModel), frames_axis=1, may_be_given=beside_channels)
 
 

@@ -8,18 +8,10 @@ import torch
 from diffusers import CogView4Transformer2DModel
 from diffusers.models.transformers.transformer_cogview4 import CogView4TransformerBlock
 
-from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import BlockKind, Family, arguments, joint_ports, listed, random_input
 from .reading import Latents
 
-_BLOCK = arguments(CogView4TransformerBlock)
-_JOINT = BlockKind(
-    Ports(
-        _BLOCK("hidden_states"),
-        outputs=(0,),
-        text_tokens=_BLOCK("encoder_hidden_states"),
-        per_token=cos_sin(_BLOCK("image_rotary_emb")),
-    )
-)
+_JOINT = BlockKind(joint_ports(CogView4TransformerBlock, output=0))
 _TEXT_TOKENS = 64
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,18 @@ from diffusers.models.transformers import (
 )
 from torch import nn
 
-from .base import LINEAR_INPUT, BlockKind, Component, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import (
+    LINEAR_INPUT,
+    BlockKind,
+    Component,
+    Family,
+    Ports,
+    arguments,
+    cos_sin,
+    joint_ports,
+    listed,
+    random_input,
+)
 from .reading import Ids, ids_of
 
 _ATTENTION_ROTARY = cos_sin(arguments(transformer_flux.FluxAttention)("image_rotary_emb"))
@@ -35,13 +45,6 @@ _SINGLE_COMPONENTS = {
 }
 # The pipeline pads T5's tokens to this length.
 _TEXT_TOKENS = 512
-
-
-def _kind(block: type[nn.Module], components: Mapping[str, tuple[Component, ...]] | None = None) -> BlockKind:
-    """A block that image and text tokens enter and leave as tensors of their own."""
-    argument = arguments(block)
-    rotary, text = cos_sin(argument("image_rotary_emb")), argument("encoder_hidden_states")
-    return BlockKind(Ports(argument("hidden_states"), (1,), text_tokens=text, per_token=rotary), components or {})
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:
@@ -86,8 +89,8 @@ FLUX = _family(
     "flux",
     "Flux.1 dev, schnell, Kontext, Fill, Control, Redux",
     FluxTransformer2DModel,
-    _kind(transformer_flux.FluxTransformerBlock, _JOINT_COMPONENTS),
-    _kind(transformer_flux.FluxSingleTransformerBlock, _SINGLE_COMPONENTS),
+    BlockKind(joint_ports(transformer_flux.FluxTransformerBlock, output=1), _JOINT_COMPONENTS),
+    BlockKind(joint_ports(transformer_flux.FluxSingleTransformerBlock, output=1), _SINGLE_COMPONENTS),
     pipelines=tuple(
         f"Flux{kind}Pipeline" for kind in ("", "Img2Img", "Inpaint", "ControlNet", "Kontext", "Fill", "Control")
     ),
@@ -101,8 +104,8 @@ OVIS = _family(
     "ovis",
     "Ovis-Image",
     OvisImageTransformer2DModel,
-    _kind(transformer_ovis_image.OvisImageTransformerBlock),
-    _kind(transformer_ovis_image.OvisImageSingleTransformerBlock),
+    BlockKind(joint_ports(transformer_ovis_image.OvisImageTransformerBlock, output=1)),
+    BlockKind(joint_ports(transformer_ovis_image.OvisImageSingleTransformerBlock, output=1)),
     pipelines=("OvisImagePipeline",),
     steps="50",
 )
@@ -110,8 +113,8 @@ LONGCAT = _family(
     "longcat",
     "LongCat-Image",
     LongCatImageTransformer2DModel,
-    _kind(transformer_longcat_image.LongCatImageTransformerBlock),
-    _kind(transformer_longcat_image.LongCatImageSingleTransformerBlock),
+    BlockKind(joint_ports(transformer_longcat_image.LongCatImageTransformerBlock, output=1)),
+    BlockKind(joint_ports(transformer_longcat_image.LongCatImageSingleTransformerBlock, output=1)),
     pipelines=("LongCatImagePipeline",),
     steps="50",
 )
@@ -119,8 +122,8 @@ BRIA = _family(
     "bria",
     "Bria 3.2",
     BriaTransformer2DModel,
-    _kind(transformer_bria.BriaTransformerBlock),
-    _kind(transformer_bria.BriaSingleTransformerBlock),
+    BlockKind(joint_ports(transformer_bria.BriaTransformerBlock, output=1)),
+    BlockKind(joint_ports(transformer_bria.BriaSingleTransformerBlock, output=1)),
     pipelines=("BriaPipeline",),
     steps="30",
     **_controlnet(BriaTransformer2DModel),

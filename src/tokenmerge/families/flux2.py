@@ -8,22 +8,13 @@ import torch
 from diffusers import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
 
-from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import BlockKind, Family, Ports, arguments, cos_sin, joint_ports, listed, random_input
 from .reading import Ids, ids_of
 
 _CALL = arguments(Flux2Transformer2DModel)
-_BLOCK, _SINGLE_BLOCK = arguments(Flux2TransformerBlock), arguments(Flux2SingleTransformerBlock)
-_JOINT = BlockKind(
-    Ports(
-        _BLOCK("hidden_states"),
-        outputs=(1,),
-        text_tokens=_BLOCK("encoder_hidden_states"),
-        per_token=cos_sin(_BLOCK("image_rotary_emb")),
-    )
-)
-_SINGLE = BlockKind(
-    Ports(_SINGLE_BLOCK("hidden_states"), text="first", per_token=cos_sin(_SINGLE_BLOCK("image_rotary_emb")))
-)
+_BLOCK = arguments(Flux2SingleTransformerBlock)
+_JOINT = BlockKind(joint_ports(Flux2TransformerBlock, output=1))
+_SINGLE = BlockKind(Ports(_BLOCK("hidden_states"), text="first", per_token=cos_sin(_BLOCK("image_rotary_emb"))))
 # The pipeline pads prompts to this length.
 _TEXT_TOKENS = 512
 

@@ -8,18 +8,10 @@ import torch
 from diffusers import MochiTransformer3DModel
 from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
 
-from .base import BlockKind, Family, Ports, arguments, cos_sin, listed, random_input
+from .base import BlockKind, Family, arguments, joint_ports, listed, random_input
 from .reading import Latents
 
-_BLOCK = arguments(MochiTransformerBlock)
-_JOINT = BlockKind(
-    Ports(
-        _BLOCK("hidden_states"),
-        outputs=(0,),
-        text_tokens=_BLOCK("encoder_hidden_states"),
-        per_token=cos_sin(_BLOCK("image_rotary_emb")),
-    )
-)
+_JOINT = BlockKind(joint_ports(MochiTransformerBlock, output=0))
 
 
 def _example(transformer: Any, batch: int, height: int, width: int, frames: int = 1) -> dict[str, Any]:

@@ -8,13 +8,12 @@ import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention import JointTransformerBlock
 
-from .base import BlockKind, Component, Family, Ports, arguments, keys_values, listed, random_input
+from .base import BlockKind, Component, Family, Ports, arguments, joint_ports, keys_values, listed, random_input
 from .reading import Latents
 
 _CALL = arguments(SD3Transformer2DModel)
-_BLOCK = arguments(JointTransformerBlock)
 _JOINT = BlockKind(
-    Ports(_BLOCK("hidden_states"), outputs=(1,), text_tokens=_BLOCK("encoder_hidden_states")),
+    joint_ports(JointTransformerBlock, output=1, rotary=None),
     {
         # The first blocks of SD3.5-medium have a second attention, of image tokens only.
         "self_attention": (Component("attn", Ports(outputs=(0,))), Component("attn2")),
