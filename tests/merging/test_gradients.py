@@ -177,7 +177,9 @@ def test_pictures_after_training_are_those_before_it() -> None:
     model.denoiser = pipe.transformer.train().requires_grad_(True)
     for _ in range(6):
         model.gradients(model.call())
-    assert tokenmerge.summary(pipe).steps == {"merged": 1}
+    told = tokenmerge.summary(pipe)
+    assert told.steps == {"merged": 1}
+    assert all(" -> " in group["tokens"] for group in told.groups), "a backward pass forgot the maps of its call"
     assert torch.equal(tiny.draw(pipe, steps=4), before)
     pipe.transformer.eval()
     assert torch.equal(tiny.draw(pipe, steps=4), before)
@@ -192,7 +194,7 @@ def test_inference_keeps_its_tensors() -> None:
         with mode():
             model.call()
         merging = model.denoiser._tokenmerge.merging
-        places.append([tensor.data_ptr() for group in merging.groups for tensor in group.slot.tensors])
+        places.append([tensor.data_ptr() for group in merging.groups for tensor in group.slot.map.tensors])
     assert places[0] == places[1] == places[2]
 
 

@@ -133,9 +133,9 @@ def test_a_partition_holds_every_token_once_in_regions_of_equal_size(
     [
         ("tile:4x4", "stripe:16", "regions 'tile:4x4' do not nest in merge_regions 'stripe:16'"),
         ("stripe:16", "tile:4x4", "regions 'stripe:16' do not nest in merge_regions 'tile:4x4'"),
-        ("tile:4x4", "tile:2x2", "'tile:2x2' have 4 tokens, less than the 16 of regions 'tile:4x4'.* use larger"),
-        ("stripe:4", "stripe:8", "'stripe:8' have 32 tokens, less than the 64 of regions 'stripe:4'"),
-        ("whole", "tile:4x4", "'tile:4x4' have 16 tokens, less than the 256 of regions 'whole'"),
+        ("tile:4x4", "tile:2x2", "'tile:2x2' have 4 tokens, fewer than the 16 of regions 'tile:4x4'.* use larger"),
+        ("stripe:4", "stripe:8", "'stripe:8' have 32 tokens, fewer than the 64 of regions 'stripe:4'"),
+        ("whole", "tile:4x4", "'tile:4x4' have 16 tokens, fewer than the 256 of regions 'whole'"),
     ],
 )
 def test_merging_regions_that_are_no_unions_are_refused(spec: str, merge_spec: str, message: str) -> None:
@@ -564,7 +564,7 @@ def test_what_processes_have_of_regions_is_all_of_them(
     shards = [Shard(rank, ranks, even, None) for rank in range(ranks)]
     if not fits:
         for shard in shards:
-            with pytest.raises(TokenMergeError, match="of the parts that processes have" if not whole else "of them"):
+            with pytest.raises(TokenMergeError, match="straddle the shards" if not whole else "of them"):
                 shard_partition(partition, shard)
         return
     found = []

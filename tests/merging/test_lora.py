@@ -214,14 +214,14 @@ def for_comfyui(technique: Merge) -> tuple[Any, Merge]:
 
 
 REFUSED = {
-    other_model: r"healed for a FluxTransformer2DModel of width 16, and this is a SD3Transformer2DModel of width 16",
-    other_width: r"of width 16, and this is a FluxTransformer2DModel of width 32",
+    other_model: r"healed for a FluxTransformer2DModel of width 16, but this is a SD3Transformer2DModel of width 16",
+    other_width: r"of width 16, but this is a FluxTransformer2DModel of width 32",
     fewer_blocks: r"changes 'single_transformer_blocks\.2\.\S+', which is in no block of this model that merges",
-    other_ratio: r"healed for ratio=0\.5, regions='tile:2x2', and ratio=0\.75, regions='stripe:4' is applied",
-    no_file: r"'nowhere\.safetensors' is not there",
+    other_ratio: r"healed for ratio=0\.5, regions='tile:2x2', but ratio=0\.75, regions='stripe:4' is applied",
+    no_file: r"'nowhere\.safetensors' does not exist",
     no_lora: r"cannot be read",
-    not_healed: r"does not say what merging it was healed for",
-    for_comfyui: r"give lora\.safetensors as `tokenmerge heal` has written it, not the form for ComfyUI",
+    not_healed: r"does not record which Merge it was healed for",
+    for_comfyui: r"give lora\.safetensors as `tokenmerge heal` wrote it, not the file for ComfyUI",
 }
 
 
@@ -247,12 +247,12 @@ def with_two_ranks(record: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 DAMAGES: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
-    (lambda record, tensors: record.clear(), r"is damaged \(what it says .* cannot be read: KeyError\('merge'\)"),
-    (lambda record, tensors: record.pop("width"), r"cannot be read: KeyError\('width'\)\); copy it anew"),
+    (lambda record, tensors: record.clear(), r"is damaged \(its metadata cannot be read: KeyError\('merge'\)"),
+    (lambda record, tensors: record.pop("width"), r"cannot be read: KeyError\('width'\)\); copy it again"),
     (lambda record, tensors: record.update(merge=3), r"cannot be read: TypeError"),
     (lambda record, tensors: tensors.clear(), r"is damaged \(it has no layers\)"),
-    (without_half, r"has not both matrices of 'single_transformer_blocks\.\d\.\S+'"),
-    (with_two_ranks, r"is damaged \(the matrices of '\S+', \[2, \d+\] and \[\d+, 5\], have two ranks\)"),
+    (without_half, r"lacks a matrix of 'single_transformer_blocks\.\d\.\S+'"),
+    (with_two_ranks, r"is damaged \(the matrices of '\S+', \[2, \d+\] and \[\d+, 5\], differ in rank\)"),
 ]
 
 
@@ -274,5 +274,5 @@ def test_a_damaged_file_is_named(
 
 def test_a_record_that_is_no_json_is_named(files: Callable[[str], Merge], tmp_path: Path) -> None:
     save_file({}, tmp_path / "lora.safetensors", {METADATA: "{"})
-    with pytest.raises(TokenMergeError, match=r"is damaged \(what it says of itself cannot be read: JSONDecodeError"):
+    with pytest.raises(TokenMergeError, match=r"is damaged \(its metadata cannot be read: JSONDecodeError"):
         tokenmerge.apply(tiny.build("flux"), files("flux").replace(lora=tmp_path / "lora.safetensors"))

@@ -253,7 +253,7 @@ def test_fields_that_a_method_does_not_read_are_refused(method: str) -> None:
     for name, value in CHANGED.items():
         changed = technique.replace(**{name: value})
         if name in read.unread:
-            told = f"{name} is {value!r}, and method '{method}' does not read it; leave it out, or use method='toma'"
+            told = f"{name} is {value!r}, but method '{method}' does not read it; leave it out, or use method='toma'"
             with pytest.raises(TokenMergeError, match=re.escape(told)):
                 tokenmerge.apply(pipe, changed)
             read.check_read(technique.replace(**{name: getattr(read.effective(technique), name)}))

@@ -1,9 +1,9 @@
-"""Grids of tokens and how they are cut into regions of equal size.
+"""How token grids are cut into regions of equal size.
 
-Every region of a partition holds the same number of tokens, so that all of them are one batched operation. Where no
-rectangle of that size tiles the grid, regions are equal runs along a curve that sweeps bands of rows column by column:
-ragged tiles, without padding or masks. In a video a tile lies within one frame, or spans as many as are asked for.
-Frames that are left over come first, in tiles of as many tokens that reach further within the frame.
+Every region of a partition holds the same number of tokens, so that one batched operation covers them all. Where no
+rectangle of that size tiles the grid, regions are equal stretches of a curve that sweeps bands of rows column by
+column: ragged tiles, without padding or masks. In a video a tile lies within one frame, or spans the number of frames
+asked for. Left-over frames come first, in tiles that span fewer frames but reach further within each.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..config import Merge, Regions
 from ..errors import TokenMergeError
 from ..families.calls import Shard, TokenGrid
 
-# A tile may be at most this much longer or shorter than wished before a ragged one of the right shape is better.
+# A tile may be longer or shorter than wished by this factor. Beyond it, a ragged tile of the right shape is better.
 _MAX_STRETCH = 2.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shapes of a merge map."""
+    """The shapes of a map."""
 
     tokens: int
     select_size: int  # tokens in a selection region
-    select_count: int  # destinations chosen there
+    select_count: int  # destinations in a selection region
     merge_size: int  # tokens in a merging region, a multiple of select_size
 
     @property
@@ -53,15 +53,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Partition:
-    """One layout laid over actual grids: which tokens form which region, and how to tell a person."""
+    """A layout applied to actual grids: which tokens form which region, and a description for people."""
 
     layout: Layout
-    order: Tensor | None  # [N] token indices, region by region; None where that is 0, 1, 2, ...
-    merge_order: Tensor | None  # the same for merging regions
+    order: Tensor | None  # [N] token indices by selection region; None where that is 0, 1, 2, ...
+    merge_order: Tensor | None  # [N] token indices by merging region, or None likewise
     description: str
-    grids: tuple[TokenGrid, ...]  # that merge, of all that were given
-    before: int = 0  # tokens of the images that do not merge and come before those that do
-    after: int = 0  # and of those that come after
+    grids: tuple[TokenGrid, ...]  # those that merge
+    before: int = 0  # tokens that do not merge, before those that do
+    after: int = 0  # tokens that do not merge, after those that do
 
     def to(self, device: torch.device) -> Partition:
         def moved(order: Tensor | None) -> Tensor | None:
@@ -71,14 +71,13 @@ class Partition:
 
 
 def region_size(grids: tuple[TokenGrid, ...], regions: Regions, ratio: float) -> int:
-    """Tokens in a region: of the numbers that divide every slab of every grid the nearest to the wished one.
+    """Tokens in a region: of the numbers that divide every slab of every grid, the nearest to the wished one.
 
-    Cutting a small grid into many regions would leave too few tokens in each to remove a share `ratio` of them, so a
-    wished count gives way to that.
+    A wished number of regions is lowered where regions would be too small to remove a share `ratio` of their tokens.
     """
     if regions.kind == "whole":
         return sum(grid.count for grid in grids)
-    # A region of one token has none to remove.
+    # A region of one token has nothing to remove.
     least = 2 if ratio else 1
     return nearest_divisor(_room(grids, regions), _wished_size(grids, regions, ratio), least)
 
@@ -93,9 +92,9 @@ def _wished_size(grids: tuple[TokenGrid, ...], regions: Regions, ratio: float) -
 
 
 def _slabs(grid: TokenGrid, regions: Regions) -> tuple[tuple[int, int], ...]:
-    """What no region reaches beyond: numbers of frames, and how many slabs in a row have so many.
+    """Slabs of frames that no region crosses, as (frames in a slab, consecutive slabs of that depth).
 
-    Frames that are left over come first: there autoencoders of videos have the one frame that stands for itself.
+    Left-over frames come first, where video autoencoders put the one latent frame that stands for a single frame.
     """
     depth = min(regions.frames, grid.frames) if regions.kind == "tile" else grid.frames
     whole, rest = divmod(grid.frames, depth)
@@ -103,13 +102,13 @@ def _slabs(grid: TokenGrid, regions: Regions) -> tuple[tuple[int, int], ...]:
 
 
 def _room(grids: tuple[TokenGrid, ...], regions: Regions) -> int:
-    """What the tokens of a region must divide, so that regions of one size fill every slab."""
+    """The number that a region size must divide, so that regions of one size fill every slab."""
     return math.gcd(*(depth * grid.area for grid in grids for depth, _ in _slabs(grid, regions)))
 
 
 @lru_cache(maxsize=512)
 def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
-    """The divisor of `number`, from `least`, with the smallest |log(divisor / wished)|; the smaller one of a tie."""
+    """The divisor of `number`, at least `least`, with the smallest |log(divisor / wished)|. Ties go to the smaller."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     return min(
@@ -119,16 +118,18 @@ def nearest_divisor(number: int, wished: float, least: int = 1) -> int:
 
 
 def drawn_alone(grids: tuple[TokenGrid, ...]) -> tuple[TokenGrid, int, int]:
-    """The image of a sequence that is drawn, and how many tokens come before it and after it. It is the first, before
-    its references; or the frames of a video after a first one that may be given."""
+    """The image of a sequence that is being drawn, and the numbers of tokens before and after it.
+
+    Reference images follow it. In a video it is the frames after a first one that may be given.
+    """
     number = max(range(len(grids)), key=lambda number: grids[number].frames)
     before, after = (sum(grid.count for grid in others) for others in (grids[:number], grids[number + 1 :]))
     return grids[number], before, after
 
 
 def merging_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> tuple[TokenGrid, ...]:
-    """The images of a sequence that merge: all, or where no region of about the wished size fits all of them, the one
-    that is drawn. No region holds tokens of two."""
+    """The images of a sequence that merge: all of them, if regions of about the wished size fit them all; else only the
+    one being drawn. No region holds tokens of two images."""
     if len(grids) == 1:
         return grids
     for regions in (technique.select_in, technique.merge_in):
@@ -140,8 +141,10 @@ def merging_grids(grids: tuple[TokenGrid, ...], technique: Merge) -> tuple[Token
 
 
 def layout_for(grids: tuple[TokenGrid, ...], technique: Merge) -> Layout:
-    """The layout of grids that merge: k = round(n (1 - ratio)) destinations per selection region, at least one, and at
-    least one less than tokens, so that a small ratio does not come to nothing in small regions."""
+    """The layout of grids that merge, with k = round(n (1 - ratio)) destinations in a selection region of n tokens.
+
+    k is at least 1. It is at most n - 1 unless ratio is 0, so that a small ratio removes something in small regions.
+    """
     select_size = region_size(grids, technique.select_in, technique.ratio)
     merge_size = _merge_size(grids, technique, select_size)
     most = select_size - 1 if technique.ratio else select_size
@@ -150,84 +153,91 @@ def layout_for(grids: tuple[TokenGrid, ...], technique: Merge) -> Layout:
 
 
 def _merge_size(grids: tuple[TokenGrid, ...], technique: Merge, select_size: int) -> int:
-    """Tokens in a merging region, which is made of whole selection regions: each must hold as many destinations."""
+    """Tokens in a merging region. It consists of whole selection regions, so that all have as many destinations."""
     if technique.merge_regions is None:
         return select_size
     wished = region_size(grids, technique.merge_in, technique.ratio)
     if wished < select_size:
         raise TokenMergeError(
             f"on the {_named(grids)} token grid, merge_regions {technique.merge_regions!r} have {wished} tokens, "
-            f"less than the {select_size} of regions {technique.regions!r}: every merging region must be made "
+            f"fewer than the {select_size} of regions {technique.regions!r}: every merging region must be made "
             "of whole selection regions; use larger merge_regions or smaller regions, or leave merge_regions out"
         )
     room = _room(grids, technique.merge_in)
     if room % select_size:
         raise TokenMergeError(
-            f"on the {_named(grids)} token grid, regions {technique.regions!r} cross the frames that merge_regions "
-            f"{technique.merge_regions!r} lie in; use tiles for both, merge_regions='whole', or leave merge_regions out"
+            f"on the {_named(grids)} token grid, regions {technique.regions!r} cross frame boundaries that "
+            f"merge_regions {technique.merge_regions!r} respect; use tiles for both, merge_regions='whole', or leave "
+            "merge_regions out"
         )
     return select_size * nearest_divisor(room // select_size, wished / select_size)
 
 
 def partition_grids(given: tuple[TokenGrid, ...], technique: Merge) -> Partition:
-    """Lay the layout over the images of one sequence: more than one for models that take reference images, or whose
-    first frame may be given."""
+    """The partition of the images of one sequence. There are several with reference images, or a first frame that may
+    be given."""
     grids = merging_grids(given, technique)
     layout = layout_for(grids, technique)
     _, before, after = drawn_alone(given) if len(grids) < len(given) else (None, 0, 0)
     select, how = _order(grids, technique.select_in, layout.select_size)
+    order, merge_order, merge_how = _merging_order(grids, technique, layout, select)
     of = ", of the frames after the first" if before else ", of the first image" if after else ""
-    description = f"{how}{of}"
+    return Partition(layout, order, merge_order, f"{how}{of}{merge_how}", grids, before, after)
+
+
+def _merging_order(
+    grids: tuple[TokenGrid, ...], technique: Merge, layout: Layout, select: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, str]:
+    """The orders of selection and merging regions, and words for the latter where they differ. `select` is sorted anew
+    where that makes regions nest."""
     if technique.merge_regions is None:
-        return Partition(layout, select, select, description, grids, before, after)
+        return select, select, ""
     if layout.merge_size == layout.tokens:
-        joined = "" if layout.select_regions == 1 else ", merged in the whole image"
-        return Partition(layout, select, None, f"{description}{joined}", grids, before, after)
+        return select, None, "" if layout.select_regions == 1 else ", merged in the whole image"
     kinds = {(wish.kind, *(_slabs(grid, wish) for grid in grids)) for wish in (technique.select_in, technique.merge_in)}
     if layout.merge_size == layout.select_size and len(kinds) == 1:
-        return Partition(layout, select, select, description, grids, before, after)
-    merge, merge_how = _order(grids, technique.merge_in, layout.merge_size)
+        return select, select, ""
+    merge, how = _order(grids, technique.merge_in, layout.merge_size)
     nested = _nest(select, merge, layout)
     if nested is None and len(kinds) == 1:
-        # Runs of neighbouring selection regions always nest; sizes without a nesting rectangle get those.
+        # Neighbouring selection regions always nest, so sizes without a nesting rectangle use runs of those.
         runs, length = layout.merge_regions, layout.merge_size // layout.select_size
-        nested, merge_how = select, f"{runs} runs of {length} of them"
+        nested, how = select, f"{runs} runs of {length} of them"
     elif nested is None:
         raise TokenMergeError(
             f"on the {_named(grids)} token grid, regions {technique.regions!r} do not nest in merge_regions "
             f"{technique.merge_regions!r}: every merging region must be made of whole selection regions; use the same "
             "kind for both, merge_regions='whole', or leave merge_regions out"
         )
-    description = f"{description}, merged in {merge_how}"
-    return Partition(layout, nested, nested, description, grids, before, after)
+    return nested, nested, f", merged in {how}"
 
 
 def shard_partition(partition: Partition, shard: Shard) -> Partition:
-    """What one process has of a partition, in the numbers of its own tokens. No region may have tokens of two."""
+    """The partition of one process's shard, with token indices within the shard. No region may straddle two shards."""
     layout = partition.layout
     bounds = shard.bounds(partition.before + layout.tokens + partition.after)
     begin, end = bounds[shard.rank : shard.rank + 2]
-    # Parts of two sizes have no smaller regions of one size either, unless a reference image fills them up.
-    uneven = bounds[-1] % shard.ranks
-    way_out = "smaller regions, such as 'stripe', or another size of picture"
-    way_out = f"a size of picture with a multiple of {shard.ranks} tokens" if uneven else way_out
+    way_out = "smaller regions, such as 'stripe', or another image size"
+    if bounds[-1] % shard.ranks:
+        # Smaller regions do not fit shards of two sizes either, unless a reference image fills them up.
+        way_out = f"an image size with a multiple of {shard.ranks} tokens"
     before = max(0, min(partition.before, end) - begin)
     told = f"{partition.description} on the {_named(partition.grids)} token grid"
 
     def own(order: Tensor | None, size: int) -> tuple[Tensor | None, int]:
-        """The order of its regions, and how many there are."""
+        """The order of this process's regions, and their number."""
         regions = (torch.arange(layout.tokens) if order is None else order).view(-1, size) + partition.before
         owners = torch.bucketize(regions, torch.tensor(bounds[1:-1]), right=True)
         if not bool((owners == owners[:, :1]).all()):
             raise TokenMergeError(
-                f"{told}: some lie in two of the parts that processes have of it, which begin at tokens "
+                f"{told}: some straddle the shards of two processes, which begin at tokens "
                 f"{', '.join(map(str, bounds[:-1]))}; use {way_out}, or Hold"
             )
         counts = owners[:, 0].bincount(minlength=shard.ranks)
         if not counts.min() or (shard.even and counts.min() != counts.max()):
             raise TokenMergeError(
-                f"{told}: processes have {', '.join(map(str, counts.tolist()))} of them, and must have "
-                f"{'as many each' if shard.even else 'one or more'}; use Hold"
+                f"{told}: processes would have {', '.join(map(str, counts.tolist()))} of them, but each needs "
+                f"{'the same number' if shard.even else 'at least one'}; use Hold"
             )
         mine = regions[owners[:, 0] == shard.rank] - begin - before
         return None if order is None else mine.flatten(), len(mine)
@@ -252,7 +262,7 @@ def split_regions(tokens: Tensor, order: Tensor | None, regions: int) -> Tensor:
 
 
 def join_regions(regions: Tensor, inverse: Tensor | None) -> Tensor:
-    """[B, R, n, C] to [B, N, C]; `inverse` undoes the order that `split_regions` was given."""
+    """[B, R, n, C] to [B, N, C]; `inverse` undoes the order that `split_regions` received."""
     tokens = regions.flatten(1, 2)
     return tokens if inverse is None else tokens.index_select(1, inverse)
 
@@ -264,7 +274,7 @@ def invert_order(order: Tensor) -> Tensor:
 
 
 def _order(grids: tuple[TokenGrid, ...], regions: Regions, size: int) -> tuple[Tensor | None, str]:
-    """Token indices region by region, and how many regions there are of which shape."""
+    """Token indices by region, and a description of the regions: numbers and shapes."""
     if regions.kind != "tile":
         count = sum(grid.count for grid in grids) // size
         return None, f"{count} region" if regions.kind == "whole" else _counted(count, "stripe", str(size))
@@ -286,24 +296,24 @@ def _counted(count: int, kind: str, shape: str) -> str:
 
 
 def _plane(grid: TokenGrid, regions: Regions, size: int, depth: int) -> tuple[Tensor, tuple[str, str]]:
-    """The places of a frame in the order that regions of `size` tokens in `depth` frames take them, and what to call
-    the regions."""
+    """The places of a frame in the order in which regions of `size` tokens in `depth` frames take them, and the kind
+    and shape of those regions."""
     over = f"{depth}x" if depth > 1 else ""
     shape = None if size % depth else _tile_shape(grid, regions, size // depth)
     if shape:
         return _rectangles(grid, shape), ("tile", f"{over}{shape[0]}x{shape[1]}")
-    # A run may end within a place, if its tokens are no multiple of the frames.
+    # A ragged tile whose size is no multiple of the frames ends between the frames of a place.
     return _sweep(grid, regions, size / depth), ("ragged tile", f"{over}{size / depth:g}")
 
 
 def _wished_height(grid: TokenGrid, regions: Regions, size: float) -> float:
-    """The height of tile to come near: of the asked proportions, or square, at `size` tokens."""
+    """Height of a tile of `size` tokens with the proportions asked for, else square."""
     height, width = regions.tile or (1, 1)
     return min(height * math.sqrt(size / (height * width)), grid.height)
 
 
 def _tile_shape(grid: TokenGrid, regions: Regions, size: int) -> tuple[int, int] | None:
-    """The rectangle of `size` tokens that tiles the grid and is nearest to the wished shape, if one is near enough."""
+    """The rectangle of `size` tokens that tiles the grid and is nearest to the wished shape; None if none is near."""
     wished = _wished_height(grid, regions, size)
     best, best_stretch = None, _MAX_STRETCH
     for height in range(1, min(size, grid.height) + 1):
@@ -324,7 +334,7 @@ def _rectangles(grid: TokenGrid, shape: tuple[int, int]) -> Tensor:
 def _sweep(grid: TokenGrid, regions: Regions, size: float) -> Tensor:
     """Bands of rows of nearly equal height, each swept column by column, every other band backwards.
 
-    Equal runs along this curve are compact, and stay so where a run turns into the next band.
+    Equal stretches of this curve are compact, even where one continues into the next band.
     """
     wished = _wished_height(grid, regions, size)
     bands = max(1, round(grid.height / wished))
@@ -336,8 +346,8 @@ def _sweep(grid: TokenGrid, regions: Regions, size: float) -> Tensor:
 
 
 def _nest(select: Tensor | None, merge: Tensor | None, layout: Layout) -> Tensor | None:
-    """Selection regions sorted by the merging region that holds them; None if one straddles two, or if the order is
-    natural already."""
+    """Token indices by selection region, sorted by the merging region that holds it. None if a selection region
+    straddles two, or if the order is natural already."""
     if select is None and merge is None:
         return None
     natural = torch.arange(layout.tokens)

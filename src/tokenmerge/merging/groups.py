@@ -21,32 +21,33 @@ from .methods import Given, Method
 from .ops import backend_for
 from .slots import Made, Slot
 
-# Sizes whose maps stay allocated: from one image to the next, and within one, as of tiles.
+# Image sizes whose maps stay allocated: from one image to the next, and within one image that is drawn in tiles.
 _MAX_SIZES = 4
 _MAX_SIZES_AT_ONCE = 32
 
 
 @dataclass
 class _Due:
-    """What one denoiser call must renew before its layers read the maps. The first layer to run does it: a cache may
-    skip them all."""
+    """What one denoiser call must renew before its layers read the maps.
+
+    The first layer that runs renews it. No layer is fixed for that, because a cache may skip any of them.
+    """
 
     made: Made
     step: int
     maps: str  # select, reweigh or reuse
-    maps_done: int = 0  # how often: every block may need a map of its own
-    visits: int = 0  # of layers that asked
-    noted: bool = False
-    seed: int | None = None  # in training, of every random map: blocks that run once more draw what they drew
+    maps_done: int = 0  # refreshes in this call: at most one, or one per block where each block has its own map
+    visits: int = 0  # layers that have asked for a refresh
+    seed: int | None = None  # in training, the seed of every random map: a block that runs again draws the same map
 
 
 class Past(NamedTuple):
-    """What a call did in a group."""
+    """What a call did in a group, kept for its backward pass."""
 
     slot: Slot | None
     partition: Partition | None
     grids: tuple[TokenGrid, ...]
-    seed: int | None
+    due: _Due
 
 
 class MergeGroup:
@@ -57,12 +58,12 @@ class MergeGroup:
     ) -> None:
         self.name = name
         self.level = level
-        self.shared = shared  # whether the samples of a batch have the same destinations
+        self.shared = shared  # whether all samples of a batch have the same destinations
         self.slot: Slot | None = None
         self.grids: tuple[TokenGrid, ...] = ()
         self.partition: Partition | None = None
         self.backend = "not run yet"
-        # In this image.
+        # Counts for this image.
         self.selections = 0
         self.weighings = 0
         self.handle = _register(self)
@@ -73,67 +74,65 @@ class MergeGroup:
         self._seed = technique.seed + number
         self._generator = torch.Generator()
         self._seeded_for = -1
-        self._due: _Due | None = None
+        self._due = _Due(Made(-1), 0, "reuse")  # nothing is due before the first call
         self._slots: dict[tuple[Any, ...], Slot] = {}
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
         self._partitions: dict[tuple[Any, ...], Partition] = {}
 
     def enter(self, call: DenoiserCall) -> None:
-        """Point `slot` at the tensors for the size of this call, holding the maps of its turn, and see what is due."""
-        image, step, turn = self._clock.now
-        part: Hashable = call.conditions or min(turn, MAX_CALLS)
+        """Point `slot` at the tensors for the size of this call, load the maps of its turn, and decide what is due."""
+        image, step, number = self._clock.now
+        turn: Hashable = call.conditions or min(number, MAX_CALLS)
         if image != self._seeded_for:
-            # Per image, so that a picture does not depend on those made before it.
+            # Per image, so that an image does not depend on those drawn before it.
             self._generator.manual_seed(self._seed)
             self._seeded_for = image
         self.partition = self._partition_for(call)
-        made = self._enter_slot(part, call, self.partition).made_for(part, image)
+        made = self._enter_slot(turn, call, self.partition).made_for(turn, image)
         seed = (self._seed + image) % LARGEST_SEED if call.trains else None
         self._due = _Due(made, step, self._timeline.maps(step, made.selected, made.weighed), seed=seed)
         self._gathered.clear()
 
-    def _enter_slot(self, part: Hashable, call: DenoiserCall, partition: Partition) -> Slot:
-        """Point `slot` at the tensors of a size, holding the maps of one call of the step."""
+    def _enter_slot(self, turn: Hashable, call: DenoiserCall, partition: Partition) -> Slot:
+        """Point `slot` at the tensors for the size of a call, and load the maps of its turn into them."""
         key = (call.batch, self.grids, call.shard, call.dtype, call.device)
         if key not in self._slots:
             self._make_room()
             self._slots[key] = self._allocate(partition, MapSpace(call.batch, self.shared, call.dtype, call.device))
         self.slot = slot = self._slots[key]
         if slot.lent:
-            slot = self._part()
+            slot = self._copy_slot()
         slot.image, slot.lent = self._clock.image, torch.is_grad_enabled()
         with torch.no_grad():
-            slot.bring_in(part)
+            slot.load(turn)
         return slot
 
-    def _part(self) -> Slot:
-        """Leave the tensors to a backward pass that may read them, and go on with copies."""
+    def _copy_slot(self) -> Slot:
+        """Leave the slot's tensors to a backward pass that may read them, and continue with copies."""
         old = self.slot
         assert old is not None
         assert self.partition is not None
         ops, _ = backend_for(self._technique.backend, old.before.device)
         with torch.inference_mode(False), torch.no_grad():
-            copies = self._method.map_over(self.partition.layout, ops, [tensor.clone() for tensor in old.tensors])
-        # Not the same slot: what was recorded of it reads the old tensors.
-        self.slot = replace(old, map=copies)
-        for key, slot in self._slots.items():
-            if slot is old:
-                self._slots[key] = self.slot
-        return self.slot
+            copies = self._method.map_over(self.partition.layout, ops, [tensor.clone() for tensor in old.map.tensors])
+        # A new slot, because graphs recorded for the old one read the old tensors.
+        self.slot = new = replace(old, map=copies)
+        self._slots = {key: new if slot is old else slot for key, slot in self._slots.items()}
+        return new
 
     def past(self) -> Past:
-        """What this call does, for when a backward pass runs its blocks once more."""
-        return Past(self.slot, self.partition, self.grids, self._due.seed if self._due is not None else None)
+        """What this call does, for `recall` when a backward pass runs its blocks again."""
+        return Past(self.slot, self.partition, self.grids, self._due)
 
     def recall(self, past: Past) -> None:
-        """Do that again: maps are those of then, or are made as then where every block has one of its own."""
-        self.slot, self.partition, self.grids, seed = past
-        maps = "select" if self._method.RENEWS == ALWAYS else "reuse"
-        self._due = _Due(Made(self._clock.image), 0, maps, maps_done=1, noted=True, seed=seed)
+        """Restore the maps of a past call. Where every block has its own map, blocks make the same maps again."""
+        self.slot, self.partition, self.grids, due = past
+        # One refresh counts as done: nothing else is selected again, and blocks with their own maps write to copies.
+        self._due = replace(due, maps="select" if self._method.RENEWS == ALWAYS else "reuse", maps_done=1)
         self._gathered.clear()
 
     def _make_room(self) -> None:
-        """Give up the sizes that were used longest ago, those of this image last."""
+        """Drop the sizes that were used longest ago, and those of this image last."""
         for key in sorted(self._slots, key=lambda key: self._slots[key].image):
             most = _MAX_SIZES_AT_ONCE if self._slots[key].image == self._clock.image else _MAX_SIZES
             if len(self._slots) < most:
@@ -161,11 +160,8 @@ class MergeGroup:
         return self._partitions[key]
 
     def note(self) -> None:
-        """Note what a call has renewed, at its end: one that fails may have left half of a map."""
+        """Record what a call renewed, once it has ended well: a failed call may leave a map half written."""
         due = self._due
-        if due is None or due.noted:
-            return
-        due.noted = True
         if due.maps_done and due.maps != "reuse":
             due.made.weighed = due.step
             self.weighings += due.maps_done
@@ -174,40 +170,35 @@ class MergeGroup:
                 self.selections += due.maps_done
 
     def visit(self) -> bool:
-        """A layer is about to read the maps: whether a refresh has work left."""
-        due = self._due
-        assert due is not None, "a site ran before its denoiser was entered"
-        due.visits += 1
-        return self._method.RENEWS == ALWAYS or not due.maps_done
+        """Count a layer that is about to read the maps; returns whether `refresh` must run first."""
+        self._due.visits += 1
+        return self._method.RENEWS == ALWAYS or not self._due.maps_done
 
     def gathered(self, table: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `gather` makes of a table, once per call and table: all blocks are given the same ones."""
-        # What is kept would tie the gradients of one block to another.
+        """`gather(table)`, computed once per call and table: all blocks receive the same tables."""
+        # A kept result would tie the gradients of one block to another.
         if self._method.RENEWS == ALWAYS or table.requires_grad:
             return gather(table)
         if id(table) not in self._gathered:
-            # With the table itself, whose id another one could have after it.
+            # Keeping the table itself keeps its id from being reused.
             self._gathered[id(table)] = (table, gather(table))
         return self._gathered[id(table)][1]
 
     @property
     def writable(self) -> list[Tensor]:
-        """The tensors of the map, to be overwritten: copies, where a layer of this call has read them and a backward
-        pass will."""
-        due = self._due
-        assert due is not None
+        """The map's tensors, for overwriting. They are copies if a layer of this call has read the originals and a
+        backward pass will."""
         assert self.slot is not None
-        return self._part().tensors if due.maps_done and self.slot.lent else self.slot.tensors
+        slot = self._copy_slot() if self._due.maps_done and self.slot.lent else self.slot
+        return slot.map.tensors
 
     @torch.no_grad()
     def refresh(self, tokens: Tensor, tensors: list[Tensor]) -> None:
-        """Bring the maps up to date for this call, after `visit` has found work; the first layer of the group to run
-        does it, or every block where a method makes a map for each.
+        """Bring the maps up to date for this call, after `visit` has returned True.
 
-        tokens: [B, N, C]; `tensors`, of the map, are overwritten in place.
+        tokens: [B, N, C]; `tensors`, those of the map, are overwritten in place.
         """
         due = self._due
-        assert due is not None
         assert self.partition is not None
         due.maps_done += 1
         if due.maps == "reuse":
@@ -223,44 +214,42 @@ class MergeGroup:
 
     @property
     def has_maps(self) -> bool:
-        """Whether the maps of the last call have been made: a step may not merge, and a cache may skip all layers."""
-        return self._due is not None and self._due.made.selected is not None
+        """Whether the maps of the last call exist: its step may not have merged, or a cache may have skipped every
+        layer."""
+        return self._due.made.selected is not None
 
     @property
     def visits(self) -> int:
         """Layers that read the maps in this call."""
-        return self._due.visits if self._due is not None else 0
+        return self._due.visits
 
     @property
     def renews(self) -> bool:
         """Whether this call changes the maps."""
-        return self._due is not None and self._due.maps != "reuse" and self.slot is not None and self.slot.merges
+        return self._due.maps != "reuse" and self.slot is not None and self.slot.merges
 
     # For CUDA graphs of calls.
 
     def kind(self) -> tuple[Any, ...] | None:
-        due = self._due
-        assert due is not None
         assert self.slot is not None
         if not self.slot.merges:
             return ("whole",)
-        if due.maps != "reuse" and self._method.needs_host(self._technique):
+        if self._due.maps != "reuse" and self._method.needs_host(self._technique):
             return None
-        return weakref.ref(self.slot), self.grids, due.maps
+        return weakref.ref(self.slot), self.grids, self._due.maps
 
     @property
     def done(self) -> tuple[int, int]:
-        """What this call has renewed, and how many layers asked."""
-        assert self._due is not None
+        """Refreshes and visits in this call."""
         return self._due.maps_done, self._due.visits
 
     @done.setter
     def done(self, done: tuple[int, int]) -> None:
-        assert self._due is not None
         self._due.maps_done, self._due.visits = done
 
 
-# Operators take tensors only, so groups are found by number.
+# The operator below finds its group by a number in a tensor. A plain number would be compiled in as a constant, so that
+# groups could not share a graph.
 _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, MergeGroup] = weakref.WeakValueDictionary()
 

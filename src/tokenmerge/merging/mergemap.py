@@ -1,4 +1,4 @@
-"""MergeMap: what a refresh leaves behind and every layer of a group uses: merge(tokens) and unmerge(merged)."""
+"""MergeMap: the map that a refresh fills and every layer of a group uses: merge(tokens) and unmerge(merged)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from .grid import Layout, Partition, invert_order
 
 
 class MapSpace(NamedTuple):
-    """What the tensors of a map depend on, beside the layout."""
+    """What the tensors of a map depend on, besides the layout."""
 
     batch: int
-    shared: bool  # whether the samples of a batch must have the same destinations
+    shared: bool  # whether all samples of a batch have the same destinations
     dtype: torch.dtype
     device: torch.device
 
     @property
     def samples(self) -> int:
-        """Of destinations: one for all, or one for each of the batch."""
+        """Sets of destinations: one per sample, or one for the whole batch."""
         return 1 if self.shared else self.batch
 
 
 @dataclass(frozen=True)
 class MergeMap:
-    """A linear map per region, in tensors that a refresh fills in place and compiled code reads as inputs."""
+    """A linear map per region. A refresh fills its tensors in place, and compiled code reads them as inputs."""
 
     layout: Layout
     ops: ModuleType
-    order: Tensor | None  # [N], where merging regions are not row-major
-    inverse: Tensor | None  # [N], undoes `order`
+    order: Tensor | None  # [N] token indices by merging region; None where those are row-major
+    inverse: Tensor | None  # [N] undoes `order`
     destinations: Tensor  # [S, M] row-major token indices; S is 1 if the batch shares them
     merge_weights: Tensor  # [B, R, k, n], rows sum to 1
     unmerge_weights: Tensor  # [B, R, n, k], rows sum to 1
 
     @classmethod
     def empty(cls, layout: Layout, ops: ModuleType, space: MapSpace, *, ordered: bool) -> MergeMap:
-        """A map of the right shapes, to be filled."""
+        """A map of the right shapes, for `fill`."""
         regions, count, size, batch = layout.merge_regions, layout.merge_count, layout.merge_size, space.batch
         index_shapes = [(layout.tokens,)] * (2 if ordered else 0) + [(space.samples, layout.merged)]
         weight_shapes = [(batch, regions, count, size), (batch, regions, size, count)]
@@ -48,7 +48,7 @@ class MergeMap:
         weights = [torch.zeros(shape, dtype=space.dtype, device=space.device) for shape in weight_shapes]
         return cls.over(layout, ops, indices + weights)
 
-    # Sizes are read off tensors: the compiler takes any number it finds in a hook for a constant.
+    # Sizes are read off tensors: the compiler would take a plain number in a site for a constant.
     @property
     def token_count(self) -> int:
         return self.unmerge_weights.shape[1] * self.unmerge_weights.shape[2]
@@ -59,18 +59,18 @@ class MergeMap:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Everything a refresh writes."""
+        """Every tensor that a refresh writes."""
         ordering = [] if self.order is None or self.inverse is None else [self.order, self.inverse]
         return [*ordering, self.destinations, self.merge_weights, self.unmerge_weights]
 
     @classmethod
     def over(cls, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> MergeMap:
-        """A map over the `tensors` of another one."""
+        """A map over the `tensors` of another map."""
         order, inverse = tensors[:2] if len(tensors) == 5 else (None, None)
         return cls(layout, ops, order, inverse, *tensors[-3:])
 
     def fill(self, partition: Partition, destinations: Tensor, merge: Tensor, unmerge: Tensor) -> None:
-        """Overwrite in place: destinations [S, R, k] as selected, weights as weighed."""
+        """Overwrite the tensors in place: destinations [S, R, k] by selection region, weights by merging region."""
         if self.order is not None and self.inverse is not None:
             if partition.merge_order is None:
                 torch.arange(self.layout.tokens, out=self.order)
@@ -82,15 +82,15 @@ class MergeMap:
         self.unmerge_weights.copy_(unmerge)
 
     def merge(self, tokens: Tensor) -> Tensor:
-        """[B, N, C] to [B, M, C]: every merged token is a mean of the tokens of its region."""
+        """[B, N, C] to [B, M, C]: every merged token is a weighted mean of the tokens of its region."""
         return self.ops.merge(tokens, self.order, self.merge_weights)
 
     def unmerge(self, merged: Tensor, residual: Tensor | None = None, entered: Tensor | None = None) -> Tensor:
-        """[B, M, C] to [B, N, C], plus the residual [B, N, C]; with `entered` [B, M, C] the change since then alone."""
+        """[B, M, C] to [B, N, C], plus `residual` [B, N, C]. With `entered` [B, M, C], only the change from that."""
         return self.ops.unmerge(merged, self.order, self.inverse, self.unmerge_weights, residual, entered)
 
     def owners(self) -> Tensor:
-        """[N] row-major index of the destination that each token of the first sample gets most of its result from."""
+        """[N] the destination, by row-major index, that gives each token of the first sample most of its result."""
         strongest = self.unmerge_weights[0].argmax(-1)
         regions, count = self.layout.merge_regions, self.layout.merge_count
         owners = self.destinations[0].view(regions, count).gather(1, strongest).flatten()

@@ -1,9 +1,9 @@
-"""Where a model merges: one place for every component or block, and why one does not merge if it does not."""
+"""The places of a model that could merge, one for every component or block, and why some do not."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,28 +22,26 @@ from .sites import BlockSite, ComponentSite, EntrySite
 
 @dataclass(frozen=True)
 class MergePlace:
-    """One place that could merge, and why it does not if it does not."""
+    """A component or block that could merge."""
 
     name: str
     block: Block
     component: str  # a component's name, or "block"
-    group: str  # whose maps it uses
+    group: str  # name of the group whose maps it uses
     depth: float  # share of the model's blocks that run before it
     part: Component | None = None
-    skipped: str = ""
+    skipped: str = ""  # why it does not merge, if it does not
 
 
 def merge_places(denoiser: nn.Module, family: Family, technique: Merge) -> tuple[MergePlace, ...]:
-    """Every place of a denoiser, in the order they run; raises where none would merge, though some should."""
+    """Every place of a denoiser, in running order. Raises if none would merge although the ratio asks for it."""
     blocks = family.blocks(denoiser)
     _check_method(denoiser, family, blocks, technique)
-    skipped = _skipped_blocks(blocks, technique)
-    listed = _component_places if technique.sites == "component" else _block_places
-    places = tuple(listed(blocks, skipped, technique))
+    places = tuple(_places(blocks, technique))
     if technique.ratio and all(place.skipped for place in places):
         if not places:
             raise TokenMergeError(
-                f"{type(denoiser).__name__} has no transformer blocks to merge; use Hold(what='stages'), under a "
+                f"{type(denoiser).__name__} has no transformer blocks to merge; use Hold(what='stages'), with a "
                 "scheduler that adds no noise, such as DDIMScheduler"
             )
         reasons = "; ".join(f"{count} x {reason}" for reason, count in skip_reasons(places).items())
@@ -59,8 +57,8 @@ def skip_reasons(places: Iterable[MergePlace]) -> dict[str, int]:
 
 
 def shares_destinations(places: Iterable[MergePlace]) -> bool:
-    """Whether the samples of a batch must have the same destinations: tables that they share, of positions, are
-    gathered for one set."""
+    """Whether all samples of a batch must have the same destinations: a positional table that they share can be
+    gathered for one set only."""
     return any(each.axis == 0 for place in places for each in place.block.kind.ports.per_token)
 
 
@@ -79,7 +77,7 @@ def install_merging(
         if place.group not in groups:
             groups[place.group] = merging.add_group(place.group, block.level, method, shared=shared)
         group, ports = groups[place.group], block.kind.ports
-        # The innermost sites: layers are changed for the tokens that reach them.
+        # Sites added first are innermost, so a LoRA sees the merged tokens that reach its layers.
         if adaptation is not None and block.name not in adapted:
             adapted.add(block.name)
             install_lora(adaptation, block, merging, group, installation)
@@ -98,7 +96,7 @@ def install_merging(
 
 
 def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], technique: Merge) -> None:
-    """Refuse what the method, or the model, cannot do."""
+    """Refuse what the model or the method cannot do."""
     obstacle = family.unmergeable(denoiser)
     if obstacle:
         way_out = "use Hold, unless its first call is refused too" if family.learned else "use Hold"
@@ -120,26 +118,26 @@ def _check_method(denoiser: nn.Module, family: Family, blocks: list[Block], tech
         )
     if method.KEYS_VALUES and not any(block.kind.keys_values for block in blocks):
         raise TokenMergeError(
-            f"method {technique.method!r} leaves fewer keys than queries, and {type(denoiser).__name__} turns both by "
-            "the same rotary table; use another method, such as 'pool'"
+            f"method {technique.method!r} leaves fewer keys than queries, but {type(denoiser).__name__} rotates both "
+            "by the same rotary table; use another method, such as 'pool'"
         )
 
 
 def _skipped_blocks(blocks: list[Block], technique: Merge) -> dict[str, str]:
-    """Reasons to leave blocks alone, by block name."""
+    """Why blocks are skipped, by block name."""
     if not technique.ratio:
         return {block.name: "ratio 0 keeps every token" for block in blocks}
     reasons: dict[str, str] = {}
     for group in dict.fromkeys(block.group for block in blocks):
         members = [block for block in blocks if block.group == group]
-        first = _number(technique.skip_first, len(members))
-        last = _number(technique.skip_last, len(members))
-        for place, block in enumerate(members):
+        first = _count(technique.skip_first, len(members))
+        last = _count(technique.skip_last, len(members))
+        for position, block in enumerate(members):
             if technique.levels is not None and 2**block.level not in technique.levels:
                 reasons[block.name] = f"{group} is not among levels {technique.levels}"
-            elif place < first:
+            elif position < first:
                 reasons[block.name] = f"{_among('first', first)} of {group} (skip_first)"
-            elif place >= len(members) - last:
+            elif position >= len(members) - last:
                 reasons[block.name] = f"{_among('last', last)} of {group} (skip_last)"
     return reasons
 
@@ -148,33 +146,25 @@ def _among(which: str, count: int) -> str:
     return f"the {which} block" if count == 1 else f"one of the {which} {count} blocks"
 
 
-def _number(skip: int | float, members: int) -> int:
+def _count(skip: int | float, members: int) -> int:
+    """Blocks to skip: a number as it is, a share of the members rounded."""
     return skip if isinstance(skip, int) else round(skip * members)
 
 
-def _block_places(blocks: list[Block], skipped: dict[str, str], technique: Merge) -> Iterable[MergePlace]:
+def _places(blocks: list[Block], technique: Merge) -> Iterator[MergePlace]:
+    skipped = _skipped_blocks(blocks, technique)
     for number, block in enumerate(blocks):
         depth = number / len(blocks)
-        group = _group(block, depth, technique)
-        yield MergePlace(block.name, block, "block", group, depth, None, skipped.get(block.name, ""))
-
-
-def _component_places(blocks: list[Block], skipped: dict[str, str], technique: Merge) -> Iterable[MergePlace]:
-    for number, block in enumerate(blocks):
-        depth = number / len(blocks)
-        group = _group(block, depth, technique)
+        method = method_for(technique, depth)
+        group = " ".join(word for word in (block.group, method.label) if word)
+        if technique.sites == "block":
+            yield MergePlace(block.name, block, "block", group, depth, None, skipped.get(block.name, ""))
+            continue
         inside = dict(block.module.named_modules(remove_duplicate=False))
-        shortened = {"self_attention": block.kind.keys_values}
-        for name, components in (shortened if method_for(technique).KEYS_VALUES else block.kind.components).items():
-            for part in components:
-                # Blocks may lack optional ones.
-                if part.entry not in inside:
-                    continue
-                reason = "" if name in technique.components else f"{name} is not in components"
-                reason = skipped.get(block.name, reason)
-                yield MergePlace(f"{block.name}.{part.entry}", block, name, group, depth, part, reason)
-
-
-def _group(block: Block, depth: float, technique: Merge) -> str:
-    words = (block.group, method_for(technique, depth).label)
-    return " ".join(word for word in words if word)
+        components = {"self_attention": block.kind.keys_values} if method.KEYS_VALUES else block.kind.components
+        for name, parts in components.items():
+            reason = skipped.get(block.name, "" if name in technique.components else f"{name} is not in components")
+            for part in parts:
+                # Some blocks lack optional components.
+                if part.entry in inside:
+                    yield MergePlace(f"{block.name}.{part.entry}", block, name, group, depth, part, reason)

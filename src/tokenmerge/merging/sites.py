@@ -1,9 +1,9 @@
 """Sites where tokens merge and are unmerged.
 
-A component site merges the normed tokens that enter a submodule, and unmerges what goes to the residual add after it:
-the paper's form. A block site merges what enters a block, and unmerges only the change the block made, so that the
-residual stream stays exact. Where a method matches the tokens that enter a block, an entry site does that for the
-block's component sites.
+A component site has the paper's form: it merges the normed tokens that enter a submodule, and unmerges what goes to
+the residual add after it. A block site merges the tokens that enter a block and unmerges only the block's change, so
+that the residual stream stays exact. Some methods match the tokens that enter a block: an entry site then makes the map
+for the block's component sites.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .slots import Slot
 
 
 class MergeSite(Site):
-    """What all kinds of merge site share: the group's maps, and how to put merged tokens into a call."""
+    """The base of all merge sites: the group's maps, and how to put merged tokens into a call."""
 
-    visits = True  # whether it asks for a refresh when it runs
+    visits = True  # whether this site asks for a refresh when it runs
 
     def __init__(self, name: str, merging: Merging, group: MergeGroup, ports: Ports) -> None:
         self.name = name
@@ -38,17 +38,17 @@ class MergeSite(Site):
     def slot(self) -> Slot:
         if self.group.slot is None:
             raise TokenMergeError(
-                f"{self.name!r} was called outside of its denoiser; call the denoiser, or remove first"
+                f"{self.name!r} was called outside of its denoiser; call the denoiser, or call remove first"
             )
         return self.group.slot
 
     @property
     def idle(self) -> bool:
-        """Whether tokens pass whole: in a step that does not merge, or where none would be removed."""
+        """Whether tokens pass unmerged: the step does not merge, or no token would be removed."""
         return self.retired or not self.merging.acts or not self.slot.merges
 
     def split(self, tokens: Tensor, count: int) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """What precedes the `count` image tokens that merge, those [B, N, C], and what follows them."""
+        """The `count` image tokens that merge, [B, N, C], between the tokens that precede and follow them, if any."""
         others = tokens.shape[1] - count
         if not others:
             return None, tokens, None
@@ -62,19 +62,19 @@ class MergeSite(Site):
         )
 
     def split_whole(self, tokens: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """`split` of tokens that enter; raises where they are not the map's."""
+        """`split` of tokens that enter the site; raises if they do not fit the map."""
         count, whole = self.slot.map.token_count, self.slot.before.shape[0] + self.slot.after.shape[0]
         others = tokens.shape[1] - count
         if others < whole or (others > whole and not self.ports.text):
             raise TokenMergeError(
-                f"{self.name!r} was given {tokens.shape[1]} tokens, not the {count + whole} of its grid; chunked "
-                "feed-forward and other splits of the sequence cannot be merged: disable them, or remove first"
+                f"{self.name!r} received {tokens.shape[1]} tokens, not the {count + whole} of its grid; chunked "
+                "feed-forward and other splits of the sequence cannot be merged: disable them, or call remove first"
             )
         device = self.slot.map.destinations.device
         if tokens.device != device:
             raise TokenMergeError(
-                f"{self.name!r} runs on {tokens.device}, its denoiser was called on {device}; a denoiser spread over "
-                "devices cannot be merged: put it on one"
+                f"{self.name!r} runs on {tokens.device}, but its denoiser was called on {device}; a denoiser spread "
+                "over several devices cannot be merged: put it on one"
             )
         return self.split(tokens, count)
 
@@ -83,16 +83,16 @@ class MergeSite(Site):
         if torch.compiler.is_compiling():
             refresh(image.detach(), self.group.handle, self.slot.map.tensors)
         elif self.group.visit():
-            # Not through the dispatcher, which takes as long as several launches.
+            # A direct call, because the dispatcher takes as long as several kernel launches.
             self.group.refresh(image.detach(), self.group.writable)
 
     def unmerge(self, tokens: Tensor) -> Tensor:
-        """Of all that leaves, the merged tokens [B, M, C] become [B, N, C]."""
+        """Unmerge what leaves the site: its merged tokens, [B, M, C], become [B, N, C]."""
         first, merged, after = self.split(tokens, self.slot.map.merged_count)
         return _joined(first, self.slot.map.unmerge(merged), after)
 
     def merged_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Call:
-        """The call with merged tokens, and the rows of their destinations in all that has a row for each."""
+        """The call with merged tokens, and per-token arguments reduced to the rows of their destinations."""
         args, kwargs = self.ports.tokens.write(args, kwargs, tokens)
         for each in self.ports.per_token:
             value = each.argument.read(args, kwargs)
@@ -100,15 +100,15 @@ class MergeSite(Site):
             if rows is None:
                 continue
             gather = partial(self.gather, axis=each.axis % rows.ndim, text=each.text)
-            # Compiled code fuses the gather into what reads it.
+            # Compiled code fuses the gather into its consumer.
             picked = gather(rows) if torch.compiler.is_compiling() else self.group.gathered(rows, gather)
             args, kwargs = each.argument.write(args, kwargs, each.replaced(value, picked))
         return args, kwargs
 
     def gather(self, table: Tensor, *, axis: int, text: str) -> Tensor:
-        """A table's rows along `axis`, of all tokens, become those of the merged sequence."""
+        """Reduce a table with a row per token along `axis` to the rows of the merged sequence."""
         destinations, count = self.slot.map.destinations, self.slot.map.token_count
-        # CogView4 makes its rotary tables on the CPU, whatever it runs on.
+        # CogView4 makes its rotary tables on the CPU, whatever device it runs on.
         table = table.to(destinations.device)
         others = table.shape[axis] - count
         first = others - self.slot.after.shape[0] if text == "first" else self.slot.before.shape[0]
@@ -133,18 +133,20 @@ def _joined(first: Tensor | None, image: Tensor, after: Tensor | None) -> Tensor
 
 
 class ComponentSite(MergeSite):
-    """A submodule, or two where tokens enter one (`first`) and leave another (`last`). What leaves is unmerged as it
-    is; what leaves a projection to keys or values, which is no `last`, stays merged."""
+    """One submodule, or one of two: tokens enter the `first` and leave the `last`, where the whole output is unmerged.
+
+    A projection to keys or values is never `last`, so its output stays merged.
+    """
 
     def __init__(self, *arguments: Any, first: bool, last: bool, refreshes: bool) -> None:
         super().__init__(*arguments)
         self.first = first
         self.last = last
-        self.visits = first and refreshes  # or an entry site does
+        self.visits = first and refreshes  # otherwise an entry site asks
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        # IP-Adapter masks are resized to the number of queries, which merged queries no longer tell. Self-attention is
-        # given them too, and ignores them.
+        # IP-Adapter masks are resized to the image size, which the number of merged queries no longer gives.
+        # Self-attention receives masks too, and ignores them.
         masked = kwargs.get("ip_adapter_masks") is not None and kwargs.get("encoder_hidden_states") is not None
         if self.idle or masked:
             return self.original(*args, **kwargs)
@@ -160,7 +162,7 @@ class ComponentSite(MergeSite):
 
 
 class EntrySite(MergeSite):
-    """A block whose component sites share the map that is made from the tokens entering it. They pass whole."""
+    """A block whose component sites share one map, made from the tokens that enter the block. These pass unmerged."""
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if not self.idle:
@@ -170,7 +172,7 @@ class EntrySite(MergeSite):
 
 
 class BlockSite(MergeSite):
-    """One block. It runs on merged tokens, and what it changed in them is unmerged."""
+    """A block that runs on merged tokens. Its change to them is unmerged."""
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.idle:

@@ -1,4 +1,4 @@
-"""Slot: the tensors of a group for one size of image, and whose maps they hold."""
+"""Slot: the tensors of a group for one image size, and whose maps they hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mergemap import MergeMap
 
 @dataclass
 class Made:
-    """When the maps of one call of the step were made."""
+    """The image and the steps in which the maps of one turn were made."""
 
     image: int
     selected: int | None = None
@@ -23,42 +23,37 @@ class Made:
 
 @dataclass(eq=False)
 class Slot:
-    """The tensors that the layers of a group read for one size of image."""
+    """The tensors that the layers of a group read for one image size. Each turn of a step has its own maps in them."""
 
     map: MergeMap | ClusterMap
-    # [W, 0] for the W image tokens that never merge, before those that do and after them: of a tensor the compiler
-    # takes the size for a variable.
+    # [W, 0], where W image tokens lie before or after those that merge, and never merge. Tensors, not numbers: the
+    # compiler takes a tensor's size for a variable.
     before: Tensor
     after: Tensor
-    resident: Hashable | None = None  # the call of a step whose maps the tensors hold
-    made: dict[Hashable, Made] = field(default_factory=dict)  # by call
-    saved: dict[Hashable, list[Tensor]] = field(default_factory=dict)  # maps of the other calls
-    image: int = -1  # the last one that used it
-    lent: bool = False  # whether a backward pass may still read its tensors, which then must not change
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that belongs to one call of a step."""
-        return self.map.tensors
+    resident: Hashable | None = None  # the turn whose maps the tensors hold
+    made: dict[Hashable, Made] = field(default_factory=dict)  # by turn
+    saved: dict[Hashable, list[Tensor]] = field(default_factory=dict)  # maps of the other turns
+    image: int = -1  # the last image that used this slot
+    lent: bool = False  # whether a backward pass may still read the tensors, which then must not change
 
     @property
     def merges(self) -> bool:
         """Whether any token is removed at this size."""
         return self.map.merged_count < self.map.token_count
 
-    def bring_in(self, call: Hashable) -> None:
-        """Let the tensors hold the maps of `call`, and keep those they held."""
-        if self.resident == call:
+    def load(self, turn: Hashable) -> None:
+        """Load the maps of `turn` into the tensors, and save those they held."""
+        if self.resident == turn:
             return
         if self.resident not in (None, MAX_CALLS):
-            self.saved[self.resident] = [tensor.clone() for tensor in self.tensors]
-        for tensor, kept in zip(self.tensors, self.saved.pop(call, ()), strict=False):
+            self.saved[self.resident] = [tensor.clone() for tensor in self.map.tensors]
+        for tensor, kept in zip(self.map.tensors, self.saved.pop(turn, ()), strict=False):
             tensor.copy_(kept)
-        self.resident = call
+        self.resident = turn
 
-    def made_for(self, call: Hashable, image: int) -> Made:
-        known = self.made.get(call)
-        # Later calls than are kept apart select anew.
-        if known is None or known.image != image or call == MAX_CALLS:
-            known = self.made[call] = Made(image)
+    def made_for(self, turn: Hashable, image: int) -> Made:
+        known = self.made.get(turn)
+        # All turns from MAX_CALLS on share one entry, so each selects anew.
+        if known is None or known.image != image or turn == MAX_CALLS:
+            known = self.made[turn] = Made(image)
         return known

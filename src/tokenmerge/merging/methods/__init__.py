@@ -1,4 +1,4 @@
-"""Methods: how tokens are merged. One interface; a comparison changes one word of the technique."""
+"""Methods: how tokens are merged. All have one interface, so a comparison changes one word of the technique."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METHODS: dict[str, Method[Any]] = {
 
 
 def method_for(technique: Merge, depth: float = 0.0) -> Method[Any]:
-    """The method at a `depth` of the model, the share of its blocks that run before: ToFu's first half prunes."""
+    """The method at a `depth`, the share of the model's blocks that run before. ToFu prunes in the first half only."""
     if technique.method == "tofu":
         return Bipartite("prune", "pruned") if depth < 0.5 else Bipartite("mlerp", "merged")
     return _METHODS[technique.method]

@@ -1,4 +1,4 @@
-"""The one interface of all methods."""
+"""The interface of all methods."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ..ops import reference
 
 Map = TypeVar("Map", MergeMap, ClusterMap)
 
-# Fields that say how ToMA weighs, and when it makes maps.
+# Fields that decide how ToMA weighs, and when it renews maps.
 WEIGHTS = ("similarity", "temperature", "merge", "unmerge", "destinations_every", "weights_every")
-# Fields that say where maps are made.
+# Fields that decide the regions of maps.
 REGIONS = ("regions", "merge_regions")
 
 
@@ -33,60 +33,60 @@ class Given:
 
     tokens: Tensor  # [B, N, C]
     partition: Partition
-    technique: Merge  # in effect
+    technique: Merge  # as `Method.effective` returns it
     generator: torch.Generator
-    shared: bool  # whether the samples of a batch must have the same destinations
+    shared: bool  # whether all samples of a batch have the same destinations
     ops: ModuleType = reference
 
     @property
     def samples(self) -> int:
-        """Of destinations: one for all, or one for each of the batch."""
+        """Sets of destinations: one per sample, or one for the whole batch."""
         return 1 if self.shared else self.tokens.shape[0]
 
 
 class Rates(NamedTuple):
-    """How often maps are made: shares of the merged steps."""
+    """How often maps are renewed: shares of the merged steps."""
 
     selected: float
     weighed: float
 
 
 class Method(ABC, Generic[Map]):
-    """How the layers of a group merge. It remembers nothing, and its randomness comes from the generator alone."""
+    """How the layers of a group merge. It has no state, and takes its randomness from the generator only."""
 
-    # When maps are made: as the technique's fields say, once per image, or always. Every block has a map of its own
-    # then, made from the tokens that enter it.
+    # When maps are renewed: when the technique's fields say so, once per image, or always. If always, every block has
+    # its own map, made from the tokens that enter it.
     RENEWS: ClassVar[str] = DUE
     KEYS_VALUES: ClassVar[bool] = False  # whether only keys and values see merged tokens, and nothing is unmerged
-    SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site it can be applied at
-    label: str = ""  # what tells the groups of a method apart that differs between layers
-    unread: tuple[str, ...] = ()  # fields that it never reads, or decides by itself
+    SITES: ClassVar[tuple[str, ...]] = SITES  # the kinds of site where it can be applied
+    label: str = ""  # names its groups, if the method differs between layers
+    unread: tuple[str, ...] = ()  # fields that it never reads, or sets itself
 
     def effective(self, technique: Merge) -> Merge:
-        """The technique that takes effect: some fields the method decides. Raises if it cannot do what is asked."""
+        """The technique that takes effect, with the fields that the method sets. Raises if the method cannot do it."""
         return technique
 
     def check_read(self, technique: Merge) -> None:
-        """Refuse a field that was changed and does nothing. One may say what the method decides anyway."""
+        """Refuse a changed field that has no effect, unless it has the value that the method sets anyway."""
         usual = Merge()
         own = self.effective(technique.replace(**{name: getattr(usual, name) for name in self.unread}))
         for name in self.unread:
             value = getattr(technique, name)
             if value not in (getattr(usual, name), getattr(own, name)):
                 raise TokenMergeError(
-                    f"{name} is {value!r}, and method {technique.method!r} does not read it; leave it out, or use "
+                    f"{name} is {value!r}, but method {technique.method!r} does not read it; leave it out, or use "
                     "method='toma'"
                 )
 
-    # The rest is given the technique in effect.
+    # All methods below receive the effective technique.
 
     def splits(self, technique: Merge) -> bool:
-        """Whether a part of all regions merges as it would with the others, so that processes can share a picture."""
+        """Whether regions merge independently of each other, so that processes can share an image."""
         return False
 
     def needs_host(self, technique: Merge) -> bool:
-        """Whether renewing a map needs the host, for random numbers, tables or a solver, which a CUDA graph cannot
-        record."""
+        """Whether renewing a map needs the host, for random numbers, index tables or a solver. A CUDA graph cannot
+        record that."""
         return False
 
     def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
@@ -94,15 +94,15 @@ class Method(ABC, Generic[Map]):
 
     @abstractmethod
     def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> Map:
-        """A map of the right shapes, to be filled."""
+        """A map of the right shapes, for `renew` to fill."""
 
     @abstractmethod
     def map_over(self, layout: Layout, ops: ModuleType, tensors: list[Tensor]) -> Map:
-        """A map over the `tensors` of another one."""
+        """A map over the `tensors` of another map."""
 
     @abstractmethod
     def renew(self, merge_map: Map, phase: str, given: Given) -> None:
-        """Fill a map in place: all of it in phase "select", all but destinations in "reweigh"."""
+        """Fill a map in place: all of it in phase "select", its weights in "reweigh"."""
 
     @abstractmethod
     def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
@@ -111,21 +111,21 @@ class Method(ABC, Generic[Map]):
 
 
 class LinearMethod(Method[MergeMap]):
-    """Destinations and weights by region: merging and unmerging are matrix products."""
+    """Destinations and weights by region. Merging and unmerging are matrix products."""
 
     @abstractmethod
     def select(self, given: Given) -> Tensor:
-        """Destinations [S, R, k], as row-major indices by selection region; S is `given.samples`."""
+        """Destinations [S, R, k] by selection region, as row-major token indices; S is `given.samples`."""
 
     @abstractmethod
     def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region; both have rows of sum 1."""
+        """Merge weights [B, R, k, n] and unmerge weights [B, R, n, k] by merging region. Rows of both sum to 1."""
 
     def splits(self, technique: Merge) -> bool:
         return "whole" not in (technique.select_in.kind, technique.merge_in.kind)
 
     def making(self, layout: Layout, width: int, technique: Merge, rates: Rates) -> float:
-        """Multiplications of selection and weights in one denoiser call."""
+        """Multiplications for selection and weights in one denoiser call."""
         return 0.0
 
     def empty_map(self, layout: Layout, ops: ModuleType, technique: Merge, space: MapSpace) -> MergeMap:
@@ -149,9 +149,9 @@ class LinearMethod(Method[MergeMap]):
 
 
 class ClusterMethod(Method[ClusterMap]):
-    """Clusters by index: merging is a gather and a scatter, unmerging a gather."""
+    """Clusters by index. Merging is a gather and a scatter, unmerging a gather."""
 
-    rule: str
+    rule: str  # one of `clustermap.RULES`
 
     def effective(self, technique: Merge) -> Merge:
         if technique.backend == "triton":

@@ -1,7 +1,7 @@
 """Bipartite matching of tokens with one destination per 2x2 cell: ToMeSD, and ToFu on top of it.
 
-ToMeSD (Token Merging for Stable Diffusion) gives what the `tomesd` package gives. ToFu (Token Fusion, arXiv 2312.01026)
-has no public code for diffusion models: this is a reimplementation from its description.
+ToMeSD (Token Merging for Stable Diffusion) gives the same results as the `tomesd` package. ToFu (Token Fusion, arXiv
+2312.01026) has no public code for diffusion models: this follows its description.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from ..grid import Layout, Partition, drawn_alone
 from .base import REGIONS, WEIGHTS, ClusterMethod, Given, Rates
 
 _SIDE = 2
-# Destinations are never removed.
+# The largest ratio, because destinations are never removed.
 _MOST = 1.0 - 1.0 / _SIDE**2
 
 
 @dataclass(frozen=True)
 class Bipartite(ClusterMethod):
-    """The tokens most like a destination join it; all others stay as they are. Matched anew for every block, on the
-    tokens that enter it: one matching for all components of the block."""
+    """The tokens most like a destination join it; all others stay as they are.
+
+    Every block has a new matching, made from the tokens that enter it and shared by its components.
+    """
 
     RENEWS = ALWAYS
     unread = (*REGIONS, *WEIGHTS)
@@ -39,13 +41,13 @@ class Bipartite(ClusterMethod):
     def effective(self, technique: Merge) -> Merge:
         if technique.ratio > _MOST:
             raise TokenMergeError(
-                f"{technique.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}; "
-                f"ratio is {technique.ratio:g}: use {_MOST} or less, or method='toma'"
+                f"{technique.method} keeps a destination in every {_SIDE}x{_SIDE} cell, so it removes at most {_MOST}, "
+                f"but ratio is {technique.ratio:g}: use {_MOST} or less, or method='toma'"
             )
         if technique.selection not in ("random", "uniform"):
             raise TokenMergeError(
-                f"{technique.method} takes a random token of every cell as destination, or the top left one; selection "
-                f"is {technique.selection!r}: use 'random' or 'uniform', or the preset {technique.method!r}"
+                f"{technique.method} takes a random token of every cell as destination, or the top left one, but "
+                f"selection is {technique.selection!r}: use 'random' or 'uniform', or the preset {technique.method!r}"
             )
         return super().effective(technique).replace(regions="whole", merge_regions=None)
 
@@ -53,7 +55,7 @@ class Bipartite(ClusterMethod):
         return technique.selection == "random"
 
     def partition(self, grids: tuple[TokenGrid, ...], technique: Merge) -> Partition:
-        # Of reference images none is matched with the picture, nor is a given frame with the others.
+        # The drawn image is matched alone: not with reference images, nor with a given first frame.
         grid, before, after = drawn_alone(grids)
         if min(grid.height, grid.width) < _SIDE:
             raise TokenMergeError(
@@ -67,15 +69,15 @@ class Bipartite(ClusterMethod):
         return Partition(layout, None, None, description, (grid,), before, after)
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
-        # An odd batch cannot hold both sides of guidance, and two calls with different patterns show in the picture:
-        # like the package, take no random one then.
+        # In an odd batch guidance makes two calls, and different random patterns in them show in the image. Like the
+        # package, take the top left tokens then.
         tokens, partition = given.tokens, given.partition
         drawn = given.generator if given.technique.selection == "random" and tokens.shape[0] % 2 == 0 else None
         destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
         merge_map.fill(*match(tokens, destinations, sources, partition.layout.merged, shared=given.shared))
 
     def spent(self, layout: Layout, width: int, technique: Merge, rates: Rates, *, blocks: int, merges: int) -> float:
-        """Similarities of all pairs; sums and copies multiply nothing."""
+        """Similarities of all pairs. Sums and copies cost no multiplications."""
         destinations = layout.tokens / _SIDE**2
         return blocks * (layout.tokens - destinations) * destinations * width
 
@@ -83,7 +85,8 @@ class Bipartite(ClusterMethod):
 def split_cells(grid: TokenGrid, device: torch.device, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """One token of every whole 2x2 cell, [D], and all others, [N - D], as row-major indices.
 
-    With a generator a random one, without the top left one. Tokens of cells that the grid's edge cuts are others.
+    The token of a cell is a random one if there is a generator, else the top left one. Cells that the grid's edge cuts
+    have no such token.
     """
     rows, columns = grid.height // _SIDE, grid.width // _SIDE
     index = torch.arange(grid.count, device=device).view(grid.frames, grid.height, grid.width)
@@ -100,15 +103,15 @@ def split_cells(grid: TokenGrid, device: torch.device, generator: torch.Generato
 def match(
     tokens: Tensor, candidates: Tensor, others: Tensor, merged: int, *, shared: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Let the `others` [K] most like one of the `candidates` [D] join it, until `merged` of the tokens [B, N, C] stay.
+    """Join the `others` [K] that are most like one of the `candidates` [D] to it, until M = `merged` tokens are left.
 
-    Returns destinations [S, M], those of the others that stay first; sources [S, N - M]; and the place [B, N] of every
-    token's cluster among the destinations. S is B, or 1 if `shared`: then the same tokens join in all samples, those
-    with the largest sum of similarities, each with the candidate it is most like.
+    tokens: [B, N, C]. Returns destinations [S, M], the others that stay before the candidates; sources [S, N - M]; and
+    the place [B, N] of every token's cluster among the destinations. S is B, or 1 if `shared`: then the same tokens
+    join in all samples, those with the largest sum of similarities. Each joins the candidate most like it.
     """
     batch, token_count, _ = tokens.shape
     staying = merged - len(candidates)
-    # In the tokens' dtype, as the package does: a baseline must not be slower here than it is.
+    # In the tokens' dtype, as in the package: a baseline must not be slower here than there.
     directions = F.normalize(tokens, dim=-1)
     similarity = directions[:, others] @ directions[:, candidates].transpose(-1, -2)
     best, nearest = similarity.max(-1)

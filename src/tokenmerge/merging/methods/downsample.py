@@ -1,6 +1,6 @@
-"""Downsampling on the grid, which does not look at the tokens: the control `pool`, and ToDo (arXiv 2402.13573).
+"""Downsampling on the grid, independent of the tokens' values: the control `pool`, and ToDo (arXiv 2402.13573).
 
-Both cut the grid into cells and keep one token for each; the ratio gives the cell: 0.75 is 2x2. Where cells do not
+Both cut the grid into cells and keep one token of each. The ratio gives the cell: 0.75 is 2x2. Where cells do not
 divide a grid they are ragged, like any tile.
 """
 
@@ -19,28 +19,29 @@ from ..clustermap import ClusterMap
 from ..grid import Layout
 from .base import REGIONS, WEIGHTS, ClusterMethod, Given, LinearMethod, Rates
 
-# So that 0.667 may be written for two thirds.
+# Allows 0.667 for two thirds.
 _TOLERANCE = 0.01
-# The ratio gives the cells, and nothing is random.
+# The ratio alone gives the cells, and nothing is random.
 _UNREAD = (*REGIONS, "selection", *WEIGHTS, "seed")
 
 
 def in_cells(technique: Merge) -> Merge:
-    """The technique with cells of 1 / (1 - ratio) tokens for regions, as square as that number allows."""
+    """The technique with cells as regions: 1 / (1 - ratio) tokens, as square as that number allows."""
     wished = 1.0 / (1.0 - technique.ratio)
     size = max(2, round(wished)) if technique.ratio else 1
     if abs(wished - size) > _TOLERANCE:
         raise TokenMergeError(
-            f"{technique.method} keeps one token of every cell of n, so its ratio is 1 - 1/n: 0.5, 0.667, 0.75, ...; "
-            f"ratio is {technique.ratio:g}: use {1 - 1 / size:.3g}"
+            f"{technique.method} keeps one of the n tokens of every cell, so its ratio is 1 - 1/n: 0.5, 0.667, 0.75, "
+            f"...; ratio is {technique.ratio:g}: use {1 - 1 / size:.3g}"
         )
     height = max(side for side in range(1, math.isqrt(size) + 1) if size % side == 0)
     return technique.replace(regions=f"tile:{height}x{size // height}", merge_regions=None)
 
 
 def _runs(layout: Layout) -> tuple[list[int], list[int]]:
-    """The tokens of a region in equal runs, one for each destination (a cell is one run; a region has more of them
-    where the token count has no divisor of a cell's size): the run of every token, and the first token of every run.
+    """The run of every token in a region, and the first token of every run. A run is the tokens of one destination.
+
+    A region is one cell, thus one run, unless no divisor of the token count is near a cell's size.
     """
     size, count = layout.select_size, layout.select_count
     return [token * count // size for token in range(size)], [-(-run * size // count) for run in range(count)]
@@ -72,7 +73,7 @@ class Pool(LinearMethod):
         return _regions(given)[:, firsts].expand(given.samples, -1, -1)
 
     def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
-        """Every token belongs to its cell alone; all tokens of a cell weigh the same."""
+        """Every token belongs to its own cell only, and all tokens of a cell weigh the same."""
         tokens, layout = given.tokens, given.partition.layout
         runs, _ = _runs(layout)
         members = F.one_hot(torch.tensor(runs, device=tokens.device), layout.select_count)
@@ -82,8 +83,10 @@ class Pool(LinearMethod):
 
 
 class ToDo(ClusterMethod):
-    """Token Downsampling: keys and values of self-attention come from the first token of every cell; queries stay full,
-    so nothing is unmerged. On grids that cells divide, this is downsampling by the nearest token."""
+    """Token Downsampling: keys and values of self-attention come from the first token of every cell.
+
+    Queries stay full, so nothing is unmerged. On grids that cells divide, this is nearest-neighbour downsampling.
+    """
 
     RENEWS = ONCE
     KEYS_VALUES = True

@@ -1,4 +1,4 @@
-"""The speed bound of linear merging: fixed random maps that cost no selection and no weights. Pictures mean nothing."""
+"""The speed limit of linear merging: fixed random maps that cost no selection and no weights. Images are nonsense."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LowerBound(LinearMethod):
         return False
 
     def select(self, given: Given) -> Tensor:
-        """Evenly spaced destinations, so that rotary tables have something to follow."""
+        """Evenly spaced destinations, so that rotary tables have rows to gather."""
         layout = given.partition.layout
         counts = (layout.select_regions, layout.select_count)
         return given.ops.select(given.tokens, given.partition.order, *counts, selection="uniform", shared=given.shared)
 
     def weigh(self, given: Given, destinations: Tensor) -> tuple[Tensor, Tensor]:
-        """The same random map for every sample, with rows of sum 1 in both directions."""
+        """The same random map for every sample. Rows sum to 1 in both directions."""
         tokens, layout, generator = given.tokens, given.partition.layout, given.generator
         shape = (layout.merge_regions, layout.merge_count, layout.merge_size)
         raw = torch.rand(shape, generator=generator, device=generator.device).to(tokens.device)

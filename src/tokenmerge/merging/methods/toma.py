@@ -1,6 +1,6 @@
 """ToMA: destinations by submodular selection inside regions, merging by an attention-like linear map.
 
-The controls `random` and `uniform` are the same with destinations that do not look at the tokens.
+The controls `random` and `uniform` differ only in destinations, which do not depend on the tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Toma(LinearMethod):
         return technique.replace(selection=technique.method) if technique.method in SELECTIONS else technique
 
     def needs_host(self, technique: Merge) -> bool:
-        # No capture holds the solver behind the pseudo-inverse.
+        # The solver behind the pseudo-inverse cannot be captured.
         return technique.selection in ("random", "stochastic") or technique.unmerge == "pinv"
 
     def splits(self, technique: Merge) -> bool:
-        # Random numbers are drawn for all regions in turn.
+        # Random numbers are drawn for all regions together.
         return super().splits(technique) and technique.selection not in ("random", "stochastic")
 
     def select(self, given: Given) -> Tensor:
-        """Destinations [S, R, k] that represent the tokens of their region best (section 4.1)."""
+        """Destinations [S, R, k] that best represent the tokens of their region (section 4.1)."""
         layout, technique = given.partition.layout, given.technique
         return given.ops.select(
             given.tokens,
@@ -47,7 +47,7 @@ class Toma(LinearMethod):
         """Weights between tokens and the destinations of their merging region (section 4.2)."""
         layout, ops, technique = given.partition.layout, given.ops, given.technique
         order = given.partition.merge_order
-        # Selection regions are listed merging region by merging region, so regrouping is a view.
+        # Selection regions are sorted by merging region, so regrouping is a view.
         grouped = destinations.reshape(destinations.shape[0], layout.merge_regions, layout.merge_count)
         merge, unmerge = ops.weigh(
             given.tokens,

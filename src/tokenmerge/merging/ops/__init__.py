@@ -1,4 +1,4 @@
-"""The only dispatch: one name per operation, run by the reference or, where there is one, by a kernel."""
+"""The choice of backend. Every operation has one name, in the reference and, where there is one, as a kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from ...errors import TokenMergeError
 from . import reference
 
-# Tensor cores for bf16, and what Triton still compiles for.
+# The oldest GPUs with tensor cores for bf16, and that Triton compiles for.
 _LEAST_CAPABILITY = (8, 0)
 
 
 def backend_for(name: str, device: torch.device) -> tuple[ModuleType, str]:
-    """The module whose functions run on `device`, and why it was chosen."""
+    """The module whose functions run on `device`, and its name, with the reason if kernels cannot run."""
     if name == "reference":
         return reference, "reference"
     obstacle = _obstacle(device, os.environ.get("TRITON_INTERPRET") == "1" and name == "triton")

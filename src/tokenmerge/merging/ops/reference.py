@@ -1,7 +1,7 @@
 """The specification: every operation of token merging in plain PyTorch, vectorised over batch and regions.
 
-Similarity, selection and softmax accumulate in fp32 whatever the tokens' dtype. Kernels have the same signatures and
-are tested against this file. Section numbers are those of the ToMA paper.
+Similarity, selection and softmax accumulate in fp32, whatever the tokens' dtype. Kernels have the same signatures and
+are tested against this file. Section numbers refer to the ToMA paper.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..grid import invert_order, join_regions, split_regions
 
-# Bits of an fp32 sum, less one for a gain's sign and growth; and the least and most that a similarity is left with: a
-# token's similarity to itself is 1 up to a few roundings, and must come to 1.
+# Bits of an fp32 sum, minus one for a gain's sign and growth; and the fewest and most bits that a similarity keeps. The
+# most must still round a token's similarity to itself to 1, which is off by a few roundings.
 _SUM_BITS = 22
 _LEAST_BITS, MOST_BITS = 14, 18
 # Share of the best gain that stochastic greedy may lose in expectation.
@@ -37,8 +37,8 @@ def select(
     """Choose `count` destinations in every region (section 4.1).
 
     tokens: [B, N, C] row-major; order: [N] token indices region by region, or None. Returns int64 [S, R, count]
-    row-major token indices in the order they were chosen, no index twice; S is B, or 1 if `shared`: then all samples
-    have the same destinations, chosen for the sum of their gains.
+    distinct row-major token indices in selection order. S is B, or 1 if `shared`: then all samples have the same
+    destinations, chosen by the sum of their gains.
     """
     batch, token_count, _ = tokens.shape
     size = token_count // regions
@@ -72,15 +72,15 @@ def pairwise_similarity(regions: Tensor, similarity: str) -> Tensor:
 def with_exact_sums(similarity: Tensor) -> Tensor:
     """Cosine similarities [B, R, m, n], rounded so that sums over up to 256 sources are exact in fp32.
 
-    Two tokens that are nearest to each other tie, and rounding would decide between them: by the batch size, by the
-    order in which a device sums, by a compiler. Exact sums leave it to the index.
+    Two tokens that are nearest to each other tie. Rounding would break the tie by batch size, order of summation or
+    compiler; with exact sums the lower index wins.
     """
     scale = 2.0 ** sum_bits(similarity.shape[-2])
     return (similarity * scale + 0.5).floor() / scale
 
 
 def sum_bits(sources: int) -> int:
-    """Bits behind the point of a similarity whose sums over this many sources are to be exact."""
+    """Fractional bits of a similarity whose sums over this number of sources are to be exact."""
     return min(MOST_BITS, max(_LEAST_BITS, _SUM_BITS - math.ceil(math.log2(sources))))
 
 
@@ -108,8 +108,8 @@ def select_destinations(similarity: Tensor, count: int) -> Tensor:
 def select_graph_cut(similarity: Tensor, count: int) -> Tensor:
     """Greedily maximise the graph cut sum_{i, j in T} S_ij - 1/2 sum_{i, j both in T} S_ij; S is clamped at 0.
 
-    similarity: [B, R, n, n], symmetric; returns int64 [B, R, count]. Unlike coverage it pays for destinations that
-    resemble each other.
+    similarity: [B, R, n, n], symmetric; returns int64 [B, R, count] in selection order. Unlike coverage, the graph cut
+    penalises destinations that resemble each other.
     """
     similarity = similarity.clamp_min(0)
     gains = similarity.sum(-2) - 0.5 * similarity.diagonal(dim1=-2, dim2=-1)
@@ -122,10 +122,10 @@ def select_graph_cut(similarity: Tensor, count: int) -> Tensor:
 
 
 def select_stochastic(similarity: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Stochastic ("lazier than lazy") greedy: each turn looks at a random sample of the candidates only.
+    """Stochastic ("lazier than lazy") greedy: each turn considers only a random sample of the candidates.
 
-    similarity: [B, R, m, n]; returns int64 [B, R, count]. A sample of n/k ln(1/e) candidates keeps 1 - 1/e - e of the
-    optimum in expectation.
+    similarity: [B, R, m, n]; returns int64 [B, R, count] in selection order. With n/k ln(1/eps) candidates in a sample,
+    the expected value is at least 1 - 1/e - eps of the optimum.
     """
     size = similarity.shape[-1]
     sample = min(size, math.ceil(size / count * math.log(1.0 / _STOCHASTIC_LOSS)))
@@ -152,7 +152,7 @@ def uniform_destinations(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def coverage(similarity: Tensor, destinations: Tensor) -> Tensor:
-    """Facility-location value [B, R] of local `destinations` [B, R, k] under similarity [B, R, n, n]."""
+    """Facility-location value [B, R] of `destinations` [B, R, k], as places in a region; similarity: [B, R, n, n]."""
     index = destinations[..., None, :].expand(*similarity.shape[:3], -1)
     return similarity.gather(-1, index).amax(-1).sum(-1)
 
@@ -168,16 +168,16 @@ def weigh(
     """Merge and unmerge weights (section 4.2), in the tokens' dtype.
 
     tokens: [B, N, C] row-major; order: [N] or None; destinations: [S, R, k] row-major token indices, S in {1, B}.
-    Softmax over destinations of similarity / temperature gives A, whose columns sum to 1: every source spreads weight
-    1 over the destinations. Returns merge [B, R, k, n], A with rows divided by their sums, so that each merged token is
-    a mean; and unmerge [B, R, n, k], the transpose of A, so that each source gets a mean of merged results.
+    A [k, n] is the softmax over destinations of similarity / temperature. Its columns sum to 1: every source spreads
+    weight 1 over the destinations. Returns merge [B, R, k, n], A with rows divided by their sums, so that each merged
+    token is a mean; and unmerge [B, R, n, k], the transpose of A, so that each source gets a mean of merged results.
     """
     sources = _directions(split_regions(tokens, order, destinations.shape[1]), similarity)
     targets = _destination_directions(tokens, destinations, similarity)
     pairs = torch.nan_to_num(targets @ sources.transpose(-1, -2), nan=0.0)
     spread = torch.softmax(pairs / temperature, dim=-2)
     totals = spread.sum(-1, keepdim=True)
-    # With unnormalised similarities a destination may attract nobody, itself included: it then stands for itself.
+    # With dot products a destination may attract no source, not even itself. It then stands for itself.
     alone = _own_places(order, destinations, tokens.shape[1])
     least = torch.finfo(spread.dtype).tiny
     merge = torch.where(totals > least, spread / totals.clamp_min(least), alone)
@@ -187,8 +187,8 @@ def weigh(
 def pinv_weights(merge: Tensor, fallback: Tensor) -> Tensor:
     """Unmerge by the pseudo-inverse A~^T (A~ A~^T)^-1 of the merge weights, rows scaled to sum to 1.
 
-    merge: [B, R, k, n], rows sum to 1; returns [B, R, n, k]. By Cholesky with a relative ridge; identical tokens make
-    the Gram matrix singular, and a region where that defeats the factorisation takes its `fallback` [B, R, n, k].
+    merge: [B, R, k, n], rows sum to 1; returns [B, R, n, k]. Uses Cholesky with a relative ridge. Identical tokens make
+    the Gram matrix singular: a region where the factorisation fails takes its `fallback` [B, R, n, k].
     """
     # Not every device has fp64; fp32 then relies on the fallback more often.
     precise = merge.to(torch.float32 if merge.device.type == "mps" else torch.float64)
@@ -199,13 +199,13 @@ def pinv_weights(merge: Tensor, fallback: Tensor) -> Tensor:
     inverse = torch.cholesky_solve(precise, factor).transpose(-1, -2)
     totals = inverse.sum(-1, keepdim=True)
     rows = inverse / totals
-    # A row whose entries cancel has no sum to scale by.
+    # A row whose entries cancel out has no sum to scale by.
     usable = (failed == 0)[..., None, None] & (totals.abs() > 1e-3) & rows.isfinite().all(-1, keepdim=True)
     return torch.where(usable, rows, fallback.to(rows.dtype)).to(merge.dtype)
 
 
 def pick_weights(tokens: Tensor, order: Tensor | None, destinations: Tensor) -> Tensor:
-    """Merge weights [B, R, k, n] that take every destination [S, R, k] itself and nothing of other tokens [B, N, C]."""
+    """Merge weights [B, R, k, n] that keep every destination [S, R, k] as it is, with no share of other tokens."""
     places = _own_places(order, destinations, tokens.shape[1])
     return places.to(tokens.dtype).expand(tokens.shape[0], -1, -1, -1)
 
@@ -223,11 +223,10 @@ def unmerge(
     residual: Tensor | None = None,
     entered: Tensor | None = None,
 ) -> Tensor:
-    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus the residual [B, N, C].
+    """[B, M, C] to [B, N, C] row-major by weights [B, R, n, k], plus `residual` [B, N, C].
 
-    With `entered` [B, M, C], what merged tokens were before, only their change is unmerged. order: [N] token indices
-    region by region, and inverse: [N] its inverse, or both None. They say the same; this file gathers by the one,
-    kernels scatter by the other.
+    entered: [B, M, C] earlier merged tokens; with them only the change since then is unmerged. order: [N] token indices
+    region by region; inverse: [N] its inverse; or both None. This file gathers by inverse, kernels scatter by order.
     """
     if entered is not None:
         merged = merged - entered
@@ -244,7 +243,7 @@ def _directions(tokens: Tensor, similarity: str) -> Tensor:
 
 
 def _destination_directions(tokens: Tensor, destinations: Tensor, similarity: str) -> Tensor:
-    """[B, R, k, C] of the tokens [B, N, C] at destinations [S, R, k]."""
+    """Directions [B, R, k, C] of the tokens [B, N, C] at destinations [S, R, k]."""
     batch, _, channels = tokens.shape
     _, regions, count = destinations.shape
     index = destinations.expand(batch, regions, count).reshape(batch, -1, 1)
@@ -266,6 +265,6 @@ def _own_places(order: Tensor | None, destinations: Tensor, token_count: int) ->
 
 
 def _random(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> Tensor:
-    # Drawn on the generator's device, so that a seed means the same choice on every machine.
+    # Drawn on the generator's device, so that a seed gives the same choice on every device.
     source = generator.device if generator is not None else device
     return torch.rand(shape, device=source, generator=generator).to(device)

@@ -1,12 +1,12 @@
 """The operations of `reference.py` in Triton, with the same signatures.
 
-Tokens are read and written row-major, through the table of a partition's order and with whatever strides they come, so
-that a tile costs what a stripe costs: nothing is permuted or copied. Products accumulate in fp32. What a kernel does
-not cover goes to the reference: other selections, regions too large to be local, and dtypes other than fp32, fp16 and
-bf16. Merging has its own gradients, by the same kernels.
+Kernels read and write tokens row-major, through the table of a partition's order and with any strides. Nothing is
+permuted or copied, so a tile costs no more than a stripe. Products accumulate in fp32. The reference takes what kernels
+do not cover: other selections, regions too large to be local, and dtypes other than fp32, fp16 and bf16. Merging has
+its own gradients, computed by the same kernels.
 
-Programs are small and many, since all of these are bound by memory or latency. Launch shapes come from the sizes alone:
-trying several at the first call would take seconds and would break the capture of CUDA graphs.
+Programs are small and many, because all kernels are bound by memory or latency. Launch shapes depend on the sizes only:
+autotuning at the first call would take seconds and break the capture of CUDA graphs.
 """
 
 from ..reference import pick_weights, pinv_weights

@@ -1,6 +1,6 @@
-# Kernels have no types that mypy knows.
+# Triton kernels have no types that mypy understands.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""What kernels share: how tokens are read, and how programs are cut."""
+"""Helpers that all kernels share: reading tokens, products, and block sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit
 def token_indices(order, places, present):
-    """Row-major indices of the tokens at `places` of the region order."""
+    """Row-major indices of the tokens at `places` in the region order."""
     if order is None:
         return places.to(tl.int64)
     else:
@@ -26,7 +26,7 @@ def token_indices(order, places, present):
 
 @triton.jit
 def load_tokens(tokens, indices, present, columns, token_n, token_c, CHANNELS: tl.constexpr):
-    """Values [rows, columns], 0 beyond the region and the channels."""
+    """Values [rows, columns]; 0 outside the region and the channels."""
     places = tokens + indices[:, None] * token_n + columns[None, :] * token_c
     return tl.load(places, mask=present[:, None] & (columns < CHANNELS)[None, :], other=0.0)
 
@@ -43,10 +43,10 @@ def squared_norms(tokens, indices, present, token_n, token_c, CHANNELS: tl.const
 
 @triton.jit
 def add_products(total, one, two):
-    """total + one two, in fp32."""
+    """total + one @ two, in fp32."""
     if one.dtype == tl.float32:
-        # The compiler would chain the sums of an addition. Subtracted, every chunk is summed by itself, which rounds
-        # less; at a temperature of 0.001 that shows, and beside a large residual.
+        # With an addition the compiler would chain the sums of all chunks. A subtraction sums every chunk alone, which
+        # rounds less. That matters at a temperature of 0.001 and next to a large residual.
         return total - tl.dot(-one, two, input_precision="ieee")
     else:
         return tl.dot(one, two, total, input_precision="ieee")
@@ -59,21 +59,21 @@ def inverse_norm(squares):
 
 @triton.jit
 def finite(pairs):
-    """NaN counts as no similarity; sums of infinities would be NaN."""
+    """Replace NaN by 0, which is no similarity, and clamp infinities, whose sums could be NaN."""
     return tl.minimum(tl.maximum(tl.where(pairs == pairs, pairs, 0.0), -1e30), 1e30)
 
 
-# Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which takes tensors on the CPU.
+# Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), which accepts CPU tensors.
 INTERPRETED = not isinstance(token_indices, triton.JITFunction)
 
 
 def block_size(size: int, most: int | None = None) -> int:
-    """A power of two that holds `size`, if `most` allows; 16 at least, which a matrix product needs."""
+    """The smallest power of two that holds `size`: at least 16, for matrix products, and at most `most`."""
     least = max(16, int(triton.next_power_of_2(size)))
     return least if most is None else min(most, least)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
     return torch.cuda.device(tensor.device) if elsewhere else contextlib.nullcontext()

@@ -1,6 +1,6 @@
-# Kernels have no types that mypy knows.
+# Triton kernels have no types that mypy understands.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Merging and unmerging, as launches and as operators that compiled code sees."""
+"""Merging and unmerging, as kernel launches and as the operators that compiled code sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...grid import invert_order
 from .. import reference
 from .common import DTYPES, add_products, block_size, load_tokens, on_device_of, token_indices
 
-# Largest regions of the kernels. A larger merge is bound by matrix units and better left to the library's product.
+# Largest regions for the kernels. A larger merge is compute-bound, and the library's product is better at it.
 _MERGE_SIZE = 512
 # Four programs for each of an H200's 132 multiprocessors: enough loads in flight to fill the memory system.
 _ENOUGH_PROGRAMS = 512
@@ -42,7 +42,7 @@ def _merge_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A program makes BLOCK_K merged tokens of one region in BLOCK_C channels."""
+    """A program computes BLOCK_K merged tokens of one region in BLOCK_C channels."""
     blocks = tl.cdiv(CHANNELS, BLOCK_C)
     chunks: tl.constexpr = (COUNT + BLOCK_K - 1) // BLOCK_K
     # Neighbouring programs share a region's weights and index table.
@@ -121,7 +121,7 @@ def _unmerge_kernel(
 
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     if residual is not None:
-        # Before the product, so that these loads are in flight during it.
+        # Loaded before the product, so that these loads are in flight during it.
         base = load_tokens(residual + sample * residual_b, indices, present, columns, residual_n, residual_c, CHANNELS)
     for start in range(0, COUNT, BLOCK_K):
         spots = start + tl.arange(0, BLOCK_K)
@@ -239,7 +239,7 @@ def _unmerge(
     return out
 
 
-# Compiled code sees one opaque operator, whatever the sizes, and gradients need one. Other calls need not pass the
+# Compiled code sees one opaque operator, whatever the sizes, and gradients need an operator too. Other calls skip the
 # dispatcher.
 @torch.library.custom_op("tokenmerge::merge", mutates_args=())
 def _merge_operator(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def _unmerge_operator(
     residual: Tensor | None,
     entered: Tensor | None,
 ) -> Tensor:
-    # The reference's sum has the strides of the residual.
+    # The reference's sum would have the strides of the residual.
     return _unmerge(merged, order, inverse, weights, residual, entered).contiguous()
 
 
@@ -277,7 +277,7 @@ def _(
     return merged.new_empty(shape, dtype=_unmerged_dtype(merged, residual, entered))
 
 
-# The gradient of a product with weights is the product with their transpose: the other operator.
+# The gradient of a product with weights is the product with their transpose, so each operator is the other's gradient.
 def _keep_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, order, weights = inputs
     ctx.save_for_backward(order, weights)
@@ -309,8 +309,8 @@ _unmerge_operator.register_autograd(_unmerge_backward, setup_context=_keep_for_u
 
 
 def _channel_block(programs: int, channels: int, dtype: torch.dtype) -> int:
-    """Channels of a program: whole 256-byte rows, or fewer where there would not be enough programs."""
-    # Half as many of fp32, whose products keep operands in registers.
+    """Channels per program: 256 bytes of a row, or less where there would be too few programs."""
+    # Products of fp32 keep their operands in registers, so blocks have half as many channels.
     widest = 64 if dtype == torch.float32 else 128
     for block in (widest, widest // 2):
         if programs * triton.cdiv(channels, block) >= _ENOUGH_PROGRAMS:
@@ -319,14 +319,14 @@ def _channel_block(programs: int, channels: int, dtype: torch.dtype) -> int:
 
 
 def _merge_blocks(size: int, count: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Sources and destinations of a program, or of a step of its product."""
+    """Sources and destinations per program, or per step of its product."""
     # Products of fp32 keep their operands in registers.
     most = 32 if dtype == torch.float32 else 64
     return block_size(size, most), block_size(count, most)
 
 
 def _merge_warps(elements: int) -> int:
-    """Warps for a tile of tokens: four loads of 16 bytes to a thread."""
+    """Warps for a block of tokens: four loads of 16 bytes per thread."""
     return min(8, max(1, elements // 1024))
 
 

@@ -1,4 +1,4 @@
-# Kernels have no types that mypy knows.
+# Triton kernels have no types that mypy understands.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Greedy selection by facility location."""
 
@@ -25,7 +25,8 @@ from .common import (
     token_indices,
 )
 
-# Similarity in registers, in a scratch buffer of the same launch, or by the library before the launch.
+# Largest regions whose similarity is kept in registers, in a scratch buffer of the same launch, or computed by the
+# library before the launch.
 _REGISTER_SIZE = 128
 _SCRATCH_SIZE = 256
 _GREEDY_SIZE = 16384
@@ -51,7 +52,7 @@ def _select_kernel(
 ):
     """A program selects for one region of one sample, with its similarity in registers, candidates by sources.
 
-    Gains are sums along a row, which few threads share; a picked candidate's row is taken out by a masked sum.
+    Gains are sums along rows, each of which few threads share. A masked sum extracts the row of the picked candidate.
     """
     pair = tl.program_id(0)
     region = pair % regions
@@ -73,11 +74,11 @@ def _select_kernel(
         pairs *= shrink
     pairs = finite(pairs)
     if COSINE:
-        # Exact sums: what ties, ties in every order of summation.
+        # Exact sums: ties stay ties in every order of summation.
         pairs = tl.floor(pairs * SCALE + 0.5) / SCALE
 
     gains = tl.sum(pairs, 1)
-    # Places beyond the region gain nothing as sources and are never free as candidates.
+    # Places beyond the region gain nothing as sources, and are never free as candidates.
     covered = tl.where(present, -float("inf"), float("inf"))
     turns = tl.where(present, COUNT, -1)
     for turn in range(COUNT):
@@ -135,7 +136,7 @@ def _select_scratch_kernel(
             tl.store(factors + sample * factor_b + places, squares, mask=present)
     tl.debug_barrier()
 
-    # Fixed point needs a bound: 1 for cosines; for dot products the largest squared norm.
+    # Fixed point needs a bound: 1 for cosines, the largest squared norm for dot products.
     largest = 1.0
     if not COSINE:
         sources = tl.arange(0, BLOCK_S)
@@ -166,7 +167,7 @@ def _select_scratch_kernel(
                     block /= tl.maximum(largest, 1e-30)
                 block = tl.minimum(tl.maximum(tl.where(block == block, block, 0.0), -1.0), 1.0)
                 fixed = tl.floor(block * SCALE + 0.5).to(tl.int32)
-                # One half decides for both, so that rounding cannot make the two differ.
+                # The upper half is copied to the lower, so that rounding cannot make the two differ.
                 inside = (rows < SIZE)[:, None] & (columns < SIZE)[None, :]
                 target = pairs + tl.cast(sample, tl.int64) * pair_b
                 upper = rows[:, None] <= columns[None, :]
@@ -233,15 +234,15 @@ def _greedy(
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Greedy facility location that touches only what a turn changes.
+    """Greedy facility location that updates only what a turn changes.
 
-    A pick improves the cover of few sources, about n / turn of them, and gains change by those sources' rows alone:
-    over all turns n ln k rows are read instead of n k. Similarities are fixed point, in [-SCALE, SCALE]: sums of
-    integers are exact, so gains kept up to date equal gains computed afresh, and ties stay ties. No cover is -SCALE.
+    A pick improves the cover of few sources, about n / turn of them, and gains change only by the rows of those
+    sources. All turns together read n ln k rows instead of n k. Similarities are fixed point, in [-SCALE, SCALE]. Sums
+    of integers are exact, so updated gains equal gains computed afresh, and ties stay ties. -SCALE means no cover.
     """
     sources = tl.arange(0, BLOCK_S)
     real = sources < SAMPLES * SIZE
-    # Similarity is symmetric: a candidate's column is a row of every sample.
+    # Similarity is symmetric, so a candidate's column is a row in every sample.
     corner = (sources // SIZE).to(tl.int64) * pair_b + sources % SIZE
     candidates = tl.arange(0, BLOCK_N)
     present = candidates < SIZE
@@ -277,7 +278,7 @@ def _greedy(
             low = tl.load(lows + places)
             high = tl.load(highs + places)
             block = _load_rows(pairs, listed, candidates, pair_b, SAMPLES, SIZE, BLOCK_N)
-            # max(s - low, 0) - max(s - high, 0)
+            # Equals max(s - low, 0) - max(s - high, 0).
             change = tl.minimum(tl.maximum(block, low[:, None]), high[:, None]) - low[:, None]
             gains -= tl.sum(tl.where(filled[:, None], change, 0), 0)
             start += ROWS
@@ -289,12 +290,12 @@ def _greedy(
 
 @triton.jit
 def _load_rows(pairs, sources, candidates, pair_b, SAMPLES: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Similarities [sources, candidates]; a source's number counts through the samples."""
+    """Similarities [sources, candidates]. Sources are numbered through all samples."""
     rows = sources * SIZE
     if SAMPLES > 1:
         rows = (sources // SIZE).to(tl.int64) * pair_b + (sources % SIZE) * SIZE
     places = pairs + rows[:, None] + candidates[None, :]
-    # Loads with a mask wait for each other.
+    # Masked loads wait for each other.
     if SIZE == BLOCK_N:
         return tl.load(places)
     else:
@@ -312,8 +313,8 @@ def select(
     shared: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`reference.select`. Facility location takes one launch in regions of up to 256 tokens; in larger ones one launch
-    after the similarity."""
+    """`reference.select`. Facility location is one launch in regions of up to 256 tokens. In larger regions it is one
+    launch after the similarity."""
     batch, token_count, _ = tokens.shape
     size = token_count // regions
     samples = batch if shared else 1
@@ -340,7 +341,7 @@ def select(
 
 
 def _select_in_registers(tokens: Tensor, order: Tensor | None, chosen: Tensor, similarity: str) -> None:
-    """Fill chosen [B, R, k], for every sample by itself."""
+    """Fill chosen [B, R, k], for every sample separately."""
     batch, token_count, channels = tokens.shape
     _, regions, count = chosen.shape
     size = token_count // regions
@@ -360,13 +361,13 @@ def _select_in_registers(tokens: Tensor, order: Tensor | None, chosen: Tensor, s
         SCALE=2.0 ** reference.sum_bits(size),
         BLOCK_N=block,
         BLOCK_C=block_size(channels, 128 if half and block <= 64 else 64 if half else 32),
-        # 32 similarities to a thread, or 64 in the largest: they stay in registers.
+        # 32 similarities per thread, or 64 in the largest regions: they stay in registers.
         num_warps=min(8, max(1, block * block // 1024)),
     )
 
 
 def _select_in_memory(tokens: Tensor, order: Tensor | None, chosen: Tensor, similarity: str) -> None:
-    """Fill chosen [S, R, k], for every sample by itself or for all of them."""
+    """Fill chosen [S, R, k], for every sample separately or for all together."""
     batch, token_count, channels = tokens.shape
     programs, regions, count = len(chosen) * chosen.shape[1], *chosen.shape[1:]
     samples, size = batch // len(chosen), token_count // regions
@@ -374,7 +375,7 @@ def _select_in_memory(tokens: Tensor, order: Tensor | None, chosen: Tensor, simi
     scale = _scale(samples * size)
     block_n, block_s = block_size(size), block_size(samples * size)
     warps = min(16, max(1, max(block_n, block_s) // 32))
-    # Up to 16 similarities to a thread in a chunk of rows: the compiler lets more loads wait for each other.
+    # At most 16 similarities per thread in a chunk of rows: with more, the compiler makes loads wait for each other.
     rows = max(1, min(16, warps * 512 // block_n))
     log = torch.empty(programs, 3, block_s + rows, dtype=torch.int32, device=tokens.device)
     blocks = {
@@ -414,7 +415,7 @@ def _select_in_memory(tokens: Tensor, order: Tensor | None, chosen: Tensor, simi
 def _fixed_pairs(
     tokens: Tensor, order: Tensor | None, regions: int, similarity: str, shared: bool, scale: int
 ) -> Tensor:
-    """int32 [B, R, n, n] in [-scale, scale], symmetric."""
+    """Fixed-point similarities, int32 [B, R, n, n] in [-scale, scale], symmetric."""
     pairs = reference.pairwise_similarity(split_regions(tokens, order, regions), similarity)
     if similarity != "cosine":
         pairs /= pairs.abs().amax(dim=(0, 2, 3) if shared else (2, 3), keepdim=True).clamp_min(1e-30)
@@ -423,6 +424,6 @@ def _fixed_pairs(
 
 
 def _scale(sources: int) -> int:
-    """What a similarity of 1 is in fixed point, no finer than in the reference: a gain, up to twice that for each
-    source, must fit into int32."""
+    """A similarity of 1 in fixed point. A gain, up to twice that per source, must fit into int32. The resolution is at
+    most the reference's."""
     return min(2**reference.MOST_BITS, (2**30 - 1) // sources)

@@ -1,6 +1,6 @@
-# Kernels have no types that mypy knows.
+# Triton kernels have no types that mypy understands.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Weights of merging and unmerging."""
+"""Weights for merging and unmerging."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .common import (
     token_indices,
 )
 
-# Largest regions of the kernel.
+# Largest regions for the kernel.
 _WEIGH_SIZE = 256
 
 
@@ -51,10 +51,10 @@ def _weigh_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A program makes the weights of one region of one sample, BLOCK_N sources at a time.
+    """A program computes the weights of one region of one sample, BLOCK_N sources at a time.
 
-    Rows of merge weights are scaled by sums over all sources; where these come in several chunks, unscaled weights wait
-    in the scratch buffer, fp32 [B, R, n, k].
+    Rows of merge weights are scaled by sums over all sources. If the sources come in several chunks, unscaled weights
+    are stored in the scratch buffer, fp32 [B, R, n, k].
     """
     pair = tl.program_id(0)
     region = pair % regions
@@ -81,8 +81,8 @@ def _weigh_kernel(
             theirs = load_tokens(tokens, targets, wanted, columns, token_n, token_c, CHANNELS)
             pairs = add_products(pairs, ours, tl.trans(theirs))
         if COSINE:
-            # Not of what the products load: Triton 3.6 gives loads that also serve something else a buffer too few, and
-            # products of four warps, which run on their own, would read what the next load overwrites.
+            # Load the tokens again, and do not share the products' loads: Triton 3.6 gives shared loads one buffer too
+            # few, and the asynchronous products of four warps would read what the next load overwrites.
             squares = squared_norms(tokens, indices, present, token_n, token_c, CHANNELS, BLOCK_C)
             pairs *= inverse_norm(squares)[:, None] * target_factors[None, :]
         else:
@@ -112,7 +112,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _store_merge(merge, spread, totals, targets, indices, spots, places, inside, SIZE: tl.constexpr):
-    """Scale by the totals; a destination that attracts nobody, itself included, stands for itself."""
+    """Scale by the totals. A destination that attracts no source, not even itself, stands for itself."""
     least = 1.1754943508222875e-38
     alone = (indices[:, None] == targets[None, :]).to(tl.float32)
     scaled = tl.where((totals > least)[None, :], spread / tl.maximum(totals, least)[None, :], alone)
