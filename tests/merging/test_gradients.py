@@ -202,5 +202,5 @@ def test_a_window_is_refused_in_training() -> None:
     pipe = tokenmerge.apply(tiny.build("flux"), Merge(regions="tile:2x2", start=0.2))
     model = Trained("flux")
     model.denoiser = pipe.transformer.train()
-    with pytest.raises(TokenMergeError, match=r"no step of a schedule.*start=0, stop=1"):
+    with pytest.raises(TokenMergeError, match=r"belongs to no schedule.*start=0, stop=1"):
         model.call()

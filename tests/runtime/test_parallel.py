@@ -102,7 +102,7 @@ def test_nonsense_in_one_process_is_seen_by_both(both: list[dict[str, Any]]) -> 
 def test_what_needs_all_tokens_is_refused_and_leaves_nothing(both: list[dict[str, Any]]) -> None:
     for each in both:
         for error in each["errors"].values():
-            assert error.startswith("context parallel shares the tokens of a picture out among 2 processes")
+            assert error.startswith("context parallel splits the tokens of an image among 2 processes")
             assert error.endswith("or use Hold")
         assert each["same"]
         assert each["off"] == 0.0
@@ -111,7 +111,7 @@ def test_what_needs_all_tokens_is_refused_and_leaves_nothing(both: list[dict[str
 @of_case(shards.refused_after)
 def test_it_is_refused_too_where_it_was_applied_before(both: list[dict[str, Any]]) -> None:
     for each in both:
-        assert each["error"].startswith("context parallel shares the tokens of a picture out among 2 processes")
+        assert each["error"].startswith("context parallel splits the tokens of an image among 2 processes")
         assert each["off"] < ROUNDING
 
 
@@ -123,7 +123,7 @@ def test_it_is_refused_too_where_it_was_applied_before(both: list[dict[str, Any]
             "straddling stripes",
             "7 stripes of 5 on the 7x5",
             "0, 18",
-            "use a size of picture with a multiple of 2 tokens",
+            "use an image size with a multiple of 2 tokens",
         ),
     ],
     indirect=["both"],
@@ -132,7 +132,7 @@ def test_regions_that_lie_in_two_parts_are_refused(
     both: list[dict[str, Any]], told: str, begin: str, way_out: str
 ) -> None:
     for each in both:
-        assert each["error"].startswith(f"{told} token grid: some lie in two of the parts")
+        assert each["error"].startswith(f"{told} token grid: some straddle the shards of two processes")
         assert f"which begin at tokens {begin}; {way_out}" in each["error"]
         assert each["error"].endswith(", or Hold")
         assert each["planned"] == each["error"]
@@ -152,7 +152,7 @@ def test_what_is_told_is_true(both: list[dict[str, Any]]) -> None:
         assert each["tokens"] == "128 -> 64"
         assert each["regions"] == "64 tiles of 2x2, 32 in this process"
         assert each["planned"] == 128
-        assert "each process has the map of its own tokens alone" in each["maps"]
+        assert "each process has only the map of its own tokens" in each["maps"]
 
 
 @of_case(shards.compiled)
