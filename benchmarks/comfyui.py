@@ -1,11 +1,11 @@
-"""Time and drift of the ComfyUI nodes, beside ComfyUI's own step cache, in a real server.
+"""Measures time and drift of the ComfyUI nodes and of ComfyUI's own step cache, in a real server.
 
     make .venv-comfyui/installed
     python benchmarks/comfyui.py --out benchmarks/results/comfyui.jsonl
 
-Draws prompts on `tiny-flux` with every configuration in turn, by a KSampler. Seconds are of the sampler alone, of the
-processor: so that a busy machine is not measured. Drift is of the decoded pictures to the plain ones. One line for each
-configuration, with the figures of every picture.
+A KSampler draws prompts on `tiny-flux` with every configuration in turn. Seconds are processor time of the sampler
+alone, so that other programs do not count. Drift compares decoded pictures with the plain ones. Each configuration has
+a line, with the figures of every picture.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from tokenmerge.planning.tables import markdown
 
 ROOT = Path(__file__).parent.parent
-# Pixels along a side, and steps.
+# Side in pixels, and steps.
 SIDE, STEPS = 256, 28
 PROMPTS = ("a photo of a sunflower", "a photo of a red rose", "a photo of a tulip", "a photo of a daisy")
 HOLD, MERGE, CACHE = "TokenMergeHold", "TokenMergeMerge", "EasyCache"
-# What is drawn: a name, the nodes between loader and sampler with their changed widgets, and the share of the steps.
+# Each with a name, the nodes between loader and sampler with their changed widgets, and the share of the steps.
 CONFIGURATIONS: tuple[tuple[str, list[tuple[str, dict[str, Any]]], float], ...] = (
     ("plain", [], 1.0),
     ("half of the steps", [], 0.5),
@@ -73,7 +73,7 @@ def measured(server: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
     known = {**environment(torch.device("cpu")), "comfyui": stats["comfyui_version"], "threads": "1"}
     pictures: dict[str, list[Any]] = {}
     records = []
-    # A first run loads everything.
+    # The first run loads everything.
     server.run(sampled(("TestFlux", {"prompt": PROMPTS[0], "side": SIDE, "batch": 1}), steps=1))
     for name, nodes, share in CONFIGURATIONS:
         figures = []
@@ -83,10 +83,10 @@ def measured(server: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
             patches = [("TestClock", {"run": len(records)}), *(server.usual(node, **each) for node, each in nodes)]
             before = len(server.log())
             file = server.run(sampled(loader, *patches, steps=round(STEPS * share), seed=seed))["save"]
-            told = server.log()[before:]
-            (seconds,) = re.findall(r"sampled in [\d.]+ s, ([\d.]+) s of the processor", told)
+            log = server.log()[before:]
+            (seconds,) = re.findall(r"sampled in [\d.]+ s, ([\d.]+) s of the processor", log)
             drawn.append(decode(load_file(file)["latent_tensor"]))
-            figures.append({"seed": seed, "prompt": prompt, "seconds": float(seconds), **counted(told)})
+            figures.append({"seed": seed, "prompt": prompt, "seconds": float(seconds), **counted(log)})
         pictures.setdefault(name, drawn)
         if name != "plain":
             for figure, plain, mine in zip(figures, pictures["plain"], drawn, strict=True):
@@ -98,15 +98,15 @@ def measured(server: Any, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
     return records
 
 
-def counted(told: str) -> dict[str, int]:
-    """Steps that did not run, as the node says."""
-    held = re.findall(r"(\d+) held", told)
-    skipped = re.findall(r"skipped (\d+)/\d+ steps", told)
+def counted(log: str) -> dict[str, int]:
+    """Steps that did not run, as the node logs them."""
+    held = re.findall(r"(\d+) held", log)
+    skipped = re.findall(r"skipped (\d+)/\d+ steps", log)
     return {"left_out": int((held or skipped or ["0"])[-1])}
 
 
 def decoder() -> Any:
-    """Of the model's latents, to uint8 [H, W, 3]."""
+    """A function from the model's latents to pictures, uint8 [H, W, 3]."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -133,10 +133,10 @@ def table(records: list[dict[str, Any]]) -> str:
         drift = [f"{statistics.mean(psnr):.1f}", f"{min(psnr):.1f}"] if psnr else ["", ""]
         rows.append([record["name"], str(record["steps"]), *cells, *drift])
     header = ["nodes", "steps", "seconds", "speed-up", "steps left out", "PSNR to plain, dB", "least"]
-    told = plain["environment"]
+    version = plain["environment"]["comfyui"]
     count = len(plain["pictures"])
     conditions = (
-        f"`tiny-flux` in ComfyUI {told['comfyui']}, {plain['side']}x{plain['side']}, KSampler `euler`, guidance 4, "
+        f"`tiny-flux` in ComfyUI {version}, {plain['side']}x{plain['side']}, KSampler `euler`, guidance 4, "
         f"{count} prompts with a seed each. Seconds of the processor in the sampler, median, one thread of a CPU, fp32."
     )
     command = f"{plain['command']} --out benchmarks/results/comfyui.jsonl"

@@ -1,36 +1,31 @@
-"""Measures what residuals run straightest over: steps, timesteps, the noise level, its logarithm, or its square root.
+"""Measures over which coordinate residuals run straightest: steps, timesteps, or one of several measures of noise.
 
     python benchmarks/coordinates.py --out benchmarks/results/coordinates.jsonl
 
-Both bundled models draw plain pictures at 128 px under many schedules. What their blocks (of UNets, their stages)
-change is noted at every step. Then every second, third or fifth step of the last four fifths is taken as kept, and the
-steps between are extrapolated from the last two. Told is the root mean square of the relative error.
+Both bundled models draw plain pictures at 128 px under many schedules, and the residual of their blocks (on UNets, of
+their stages) is recorded at every step. Then every second, third or fifth step of the last four fifths counts as kept,
+and the steps between are extrapolated from the last two. The result is the root mean square of the relative error.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from bundled import STEPS, Schedules, parser_for, under_schedules, write_records
 from torch import Tensor
 
-import tokenmerge_models
 from tokenmerge.families import denoiser_of, family_of
 from tokenmerge.runtime.levels import noise_levels
-from tokenmerge.tools.measure import environment
 
-SIDE, STEPS, START = 128, 28, 0.2
+START = 0.2
 EVERY = (2, 3, 5)
 PROMPTS = ("a photo of a sunflower", "a photo of a rose")
-# From the number of a step, its timestep, and its noise to signal, alone and as the scheduler has it.
+# Each from a step's number, its timestep, its ratio of noise to signal, and the scheduler's own sigma.
 COORDINATES: dict[str, Callable[[int, float, float, float], float]] = {
     "step": lambda number, time, ratio, sigma: number,
     "timestep": lambda number, time, ratio, sigma: time,
@@ -40,85 +35,71 @@ COORDINATES: dict[str, Callable[[int, float, float, float], float]] = {
     "root of noise to signal": lambda number, time, ratio, sigma: math.sqrt(ratio),
 }
 _PLAIN = {"rescale_betas_zero_snr": False}
-SDXL: dict[str, tuple[Any, dict[str, Any]]] = {
-    "Euler, trailing, zero SNR": (diffusers.EulerDiscreteScheduler, {}),
-    "Euler, leading": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "timestep_spacing": "leading"}),
-    "Euler, linspace": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "timestep_spacing": "linspace"}),
-    "Euler, Karras": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_karras_sigmas": True}),
-    "Euler, exponential": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_exponential_sigmas": True}),
-    "Euler, beta": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_beta_sigmas": True}),
-    "DDIM, zero SNR": (diffusers.DDIMScheduler, {}),
-    "DPM++ 2M": (diffusers.DPMSolverMultistepScheduler, _PLAIN),
-    "DPM++ 2M, Karras": (diffusers.DPMSolverMultistepScheduler, {**_PLAIN, "use_karras_sigmas": True}),
-}
 _FIXED = {"use_dynamic_shifting": False}
-FLUX: dict[str, tuple[Any, dict[str, Any]]] = {
-    "flow, its own shift": (diffusers.FlowMatchEulerDiscreteScheduler, {}),
-    **{
-        f"flow, shift {shift:g}": (diffusers.FlowMatchEulerDiscreteScheduler, {**_FIXED, "shift": shift})
-        for shift in (1.0, 3.0, 7.0)
+SCHEDULES: dict[str, Schedules] = {
+    "tiny-sdxl": {
+        "Euler, trailing, zero SNR": (diffusers.EulerDiscreteScheduler, {}),
+        "Euler, leading": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "timestep_spacing": "leading"}),
+        "Euler, linspace": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "timestep_spacing": "linspace"}),
+        "Euler, Karras": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_karras_sigmas": True}),
+        "Euler, exponential": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_exponential_sigmas": True}),
+        "Euler, beta": (diffusers.EulerDiscreteScheduler, {**_PLAIN, "use_beta_sigmas": True}),
+        "DDIM, zero SNR": (diffusers.DDIMScheduler, {}),
+        "DPM++ 2M": (diffusers.DPMSolverMultistepScheduler, _PLAIN),
+        "DPM++ 2M, Karras": (diffusers.DPMSolverMultistepScheduler, {**_PLAIN, "use_karras_sigmas": True}),
     },
-    **{
-        f"flow, {kind}": (
-            diffusers.FlowMatchEulerDiscreteScheduler,
-            {**_FIXED, "shift": 2.0, f"use_{kind.lower()}_sigmas": True},
-        )
-        for kind in ("Karras", "exponential", "beta")
+    "tiny-flux": {
+        "flow, its own shift": (diffusers.FlowMatchEulerDiscreteScheduler, {}),
+        **{
+            f"flow, shift {shift:g}": (diffusers.FlowMatchEulerDiscreteScheduler, {**_FIXED, "shift": shift})
+            for shift in (1.0, 3.0, 7.0)
+        },
+        **{
+            f"flow, {kind}": (
+                diffusers.FlowMatchEulerDiscreteScheduler,
+                {**_FIXED, "shift": 2.0, f"use_{kind.lower()}_sigmas": True},
+            )
+            for kind in ("Karras", "exponential", "beta")
+        },
     },
 }
-MODELS = {"tiny-sdxl": SDXL, "tiny-flux": FLUX}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    known = environment(torch.device("cpu"))
-    with options.out.open("w") as file:
-        for model, schedules in MODELS.items():
-            folder = tokenmerge_models.models()[model]
-            pipe = DiffusionPipeline.from_pretrained(folder)
-            pipe.set_progress_bar_config(disable=True)
-            call = json.loads((folder / "tokenmerge.json").read_text())["call"]
-            own = pipe.scheduler.config
-            for name, (scheduler, changes) in schedules.items():
-                pipe.scheduler = scheduler.from_config(own, **changes)
-                pictures = [noted(pipe, prompt, seed, call) for seed, prompt in enumerate(PROMPTS)]
-                for every in EVERY:
-                    errors = {each: error(pipe.scheduler, pictures, every, each) for each in COORDINATES}
-                    record = {"model": model, "schedule": name, "steps": STEPS, "every": every, "errors": errors}
-                    file.write(json.dumps({**record, "environment": known}) + "\n")
-                print(model, name, flush=True)
+def measured() -> Iterator[dict[str, Any]]:
+    for model, name, pipe, call in under_schedules(SCHEDULES):
+        pictures = [residuals_of(pipe, call, prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        for every in EVERY:
+            errors = {each: error(pipe.scheduler, pictures, every, each) for each in COORDINATES}
+            yield {"model": model, "schedule": name, "steps": STEPS, "every": every, "errors": errors}
 
 
-def noted(pipe: Any, prompt: str, seed: int, call: dict[str, Any]) -> list[Tensor]:
-    """What the blocks change in every step, all its calls together."""
+def residuals_of(pipe: Any, call: dict[str, Any], prompt: str, seed: int) -> list[Tensor]:
+    """The residual of all blocks at every step. If a step takes several calls, their residuals are concatenated."""
     denoiser = denoiser_of(pipe)
     family = family_of(denoiser)
     parts = family.stages(denoiser) if family.stages else family.blocks(denoiser)
     entered: list[Tensor] = []
-    changes: list[Tensor] = []
+    residuals: list[Tensor] = []
 
     def enter(_: Any, args: Any, kwargs: Any) -> None:
         entered[:] = [parts[0].kind.ports.tokens.read(args, kwargs)]
 
     def leave(_: Any, __: Any, output: Any) -> None:
         (left,) = parts[-1].kind.ports.outgoing(output)
-        changes.append(left - entered[0])
+        residuals.append(left - entered[0])
 
     handles = [parts[0].module.register_forward_pre_hook(enter, with_kwargs=True)]
     handles.append(parts[-1].module.register_forward_hook(leave))
-    size = {"num_inference_steps": STEPS, "height": SIDE, "width": SIDE}
-    pipe(prompt, generator=torch.Generator().manual_seed(seed), output_type="latent", **size, **call)
+    generator = torch.Generator().manual_seed(seed)
+    pipe(prompt, generator=generator, output_type="latent", num_inference_steps=STEPS, **call)
     for handle in handles:
         handle.remove()
-    calls = len(changes) // STEPS
-    return [torch.cat(changes[step * calls : (step + 1) * calls]) for step in range(STEPS)]
+    calls = len(residuals) // STEPS
+    return [torch.cat(residuals[step * calls : (step + 1) * calls]) for step in range(STEPS)]
 
 
 def error(scheduler: Any, pictures: list[list[Tensor]], every: int, coordinate: str) -> float:
-    """Root mean square of the relative error of all steps that are not kept."""
+    """Root mean square of the relative error, over all steps that are not kept."""
     levels = noise_levels(scheduler)
     assert levels is not None
     sigmas = getattr(scheduler, "sigmas", None)
@@ -138,4 +119,4 @@ def error(scheduler: Any, pictures: list[list[Tensor]], every: int, coordinate: 
 
 
 if __name__ == "__main__":
-    main()
+    write_records(parser_for(__doc__).parse_args().out, measured())

@@ -1,12 +1,12 @@
-"""Measures how well Hold's own errors tell how far a picture is from the plain one.
+"""Measures how well Hold's own errors estimate how far a picture is from the plain one.
 
-    python benchmarks/drift.py --out benchmarks/results/drift.jsonl   # goes on where it was broken off
-    python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # the line, and how good it is
+    python benchmarks/drift.py --out benchmarks/results/drift.jsonl   # resumes an interrupted run
+    python benchmarks/drift.py --fit benchmarks/results/drift.jsonl   # judges the estimates
 
-Every prompt is drawn plain and under ten settings of Hold, at 128 px, by both bundled models. Each line has what full
-steps showed and the true PSNR. `--fit` adds the errors up as the library does. The level of one model is then tried on
-the other: `rank` is Spearman's correlation over all pictures, `within` its values within settings, `off_50` the median
-error in dB.
+Both bundled models draw every prompt at 128 px, plain and under ten settings of Hold. Each line has the errors that
+full steps showed, and the true PSNR. `--fit` adds the errors up as the library does, then tries the level of one model
+on the other. `rank` is Spearman's correlation over all pictures, `within` lists it within each setting, and `off_50` is
+the median error in dB.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from bundled import CPU, draw, load, some_prompts
+from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 from scipy.stats import spearmanr
 
 import tokenmerge
-import tokenmerge_models
 from tokenmerge import Hold
 from tokenmerge.families import denoiser_of
 from tokenmerge.holding.errors import Errors, Measured, Reading
@@ -33,11 +33,9 @@ from tokenmerge.planning import Drift
 from tokenmerge.runtime.levels import error_gain, noise_levels, output_length, place_at
 from tokenmerge.runtime.state import APPLIED
 from tokenmerge.runtime.timeline import Kept
-from tokenmerge.tools.evaluation.prompts import read_prompts
 from tokenmerge.tools.measure import environment
 
-SIDE = 128
-# Steps, whether another solver than the model's own draws, and the technique.
+# Steps, whether another solver replaces the model's own, and the technique.
 SETTINGS: list[tuple[int, bool, Hold]] = [
     *((28, False, Hold(tolerance=tolerance)) for tolerance in (0.05, 0.2, 0.4)),
     *((28, False, Hold(every=every)) for every in (2, 5)),
@@ -52,7 +50,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["tiny-flux", "tiny-sdxl"])
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--fit", type=Path, help="judge this file")
+    parser.add_argument("--fit", type=Path, help="judge the estimates in this file")
     options = parser.parse_args()
     if options.fit:
         print(json.dumps(judged([json.loads(line) for line in options.fit.read_text().splitlines()]), indent=2))
@@ -60,46 +58,30 @@ def main() -> None:
     if not options.out:
         parser.error("give --out or --fit")
     torch.set_num_threads(1)
-    known = environment(torch.device("cpu"))
+    known = environment(CPU)
     text = options.out.read_text() if options.out.exists() else ""
     done = {(each["model"], each["prompt"]) for each in map(json.loads, text.splitlines())}
-    draws = {model: drawer(model) for model in options.models}
-    every = read_prompts()
+    loaded = {model: load(model) for model in options.models}
     with options.out.open("a") as file:
-        for seed, prompt in enumerate(every[:: max(1, len(every) // options.prompts)][: options.prompts]):
-            for model, (pipe, draw) in draws.items():
+        for seed, prompt in enumerate(some_prompts(options.prompts)):
+            for model, (pipe, call) in loaded.items():
                 if (model, prompt) in done:
                     continue
-                records = measure(model, pipe, partial(draw, prompt, seed))
+                records = measure(model, pipe, call, prompt, seed)
                 lines = [json.dumps({**record, "prompt": prompt, "environment": known}) for record in records]
                 file.write("".join(f"{line}\n" for line in lines))
                 file.flush()
 
 
-def drawer(model: str) -> tuple[Any, Callable[[str, int, int], np.ndarray]]:
-    """A bundled model, and what draws with it."""
-    folder = tokenmerge_models.models()[model]
-    pipe = DiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    call = json.loads((folder / "tokenmerge.json").read_text())["call"]
-
-    def draw(prompt: str, seed: int, steps: int) -> np.ndarray:
-        generator = torch.Generator().manual_seed(seed)
-        size = {"num_inference_steps": steps, "height": SIDE, "width": SIDE}
-        return 255 * pipe(prompt, generator=generator, output_type="np", **size, **call).images[0]
-
-    return pipe, draw
-
-
-def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[dict[str, Any]]:
+def measure(model: str, pipe: Any, call: dict[str, Any], prompt: str, seed: int) -> list[dict[str, Any]]:
     """One prompt under every setting."""
     own, plain, records = pipe.scheduler, {}, []
     for number, (steps, other, hold) in enumerate(SETTINGS):
         pipe.scheduler = other_solver(model, own) if other else own
         if (steps, other) not in plain:
-            plain[steps, other] = draw(steps)
+            plain[steps, other] = draw(pipe, call, [prompt], steps, seed)
         with tokenmerge.applied(pipe, hold):
-            error = float(((draw(steps) - plain[steps, other]) ** 2).mean())
+            error = float(((draw(pipe, call, [prompt], steps, seed) - plain[steps, other]) ** 2).mean())
             holding, kinds = vars(denoiser_of(pipe))[APPLIED].holding, tokenmerge.summary(pipe).steps
         record = {"model": model, "setting": number, "steps": steps, "other_solver": other, "hold": hold.to_dict()}
         levels = [float(f"{level:.5g}") for level in noise_levels(pipe.scheduler) or ()]
@@ -111,7 +93,7 @@ def measure(model: str, pipe: Any, draw: Callable[[int], np.ndarray]) -> list[di
 
 
 def seen(measured: Sequence[Measured]) -> list[list[float]]:
-    """Full steps, each with the two before it, and the error of each call."""
+    """Full steps, each with the two kept steps before it and the error of each call."""
     return [
         [each.now.number, last.number, before.number, *(float(f"{call.value:.5g}") for call in each.calls)]
         for each in measured
@@ -127,8 +109,8 @@ def other_solver(model: str, own: Any) -> Any:
 
 
 def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """A level for each model, and how well that of the other one does."""
-    told, all_off = {}, []
+    """A level for each model, and how well the other model's level does."""
+    result, all_off = {}, []
     by_model: dict[str, list[tuple[int, float, float]]] = {}
     for record in records:
         if drift := estimate(record):
@@ -141,18 +123,19 @@ def judged(records: list[dict[str, Any]]) -> dict[str, Any]:
         all_off += off
         within = [[row for row in rows if row[0] == setting] for setting in sorted({row[0] for row in rows})]
         ranks = [round(_rank(each), 2) for each in within]
-        told[model] = {"level": round(levels[model], 2), "within": ranks, **_told(rows, off)}
-    ranks = [rank for each in told.values() for rank in each["within"]]
-    return {**told, "all": {"within": ranks, **_told([row for rows in by_model.values() for row in rows], all_off)}}
+        result[model] = {"level": round(levels[model], 2), "within": ranks, **_agreement(rows, off)}
+    ranks = [rank for each in result.values() for rank in each["within"]]
+    every_row = [row for rows in by_model.values() for row in rows]
+    return {**result, "all": {"within": ranks, **_agreement(every_row, all_off)}}
 
 
-def _told(rows: list[tuple[int, float, float]], off: list[float]) -> dict[str, Any]:
+def _agreement(rows: list[tuple[int, float, float]], off: list[float]) -> dict[str, Any]:
     quantiles = {f"off_{share}": round(float(np.quantile(off, share / 100)), 2) for share in (50, 68, 90)}
     return {"pictures": len(rows), "rank": round(_rank(rows), 3), **quantiles}
 
 
 def estimate(record: dict[str, Any]) -> float | None:
-    """What the errors of a picture add up to."""
+    """The sum of a picture's errors, as the library estimates drift."""
     place = partial(place_at, total=record["steps"], levels=record["levels"], gain=record["gain"])
     errors = Errors()
     for now, last, before, *calls in record["seen"]:

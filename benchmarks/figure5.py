@@ -2,18 +2,17 @@
 
     python benchmarks/figure5.py                # to docs/reproduction, or --to FOLDER
 
-`tokenmerge reproduce fig5` draws the same from one run. Here pictures and times come from two: every picture was made
-by itself without CUDA graphs, and times are those of batches with them.
+`tokenmerge reproduce fig5` draws the same from one run. Here pictures and times come from separate runs: pictures were
+drawn one by one without CUDA graphs, and times were measured on batches with them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from fronts import conditions
+import fronts
 
 from tokenmerge.tools.evaluation.plots import new_plot, save_plot, series_style, spread_numbers
 
@@ -21,13 +20,12 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "reproduction"
 PLOTS = ROOT / "docs" / "reproduction"
 STUDIES = {"tiny-sdxl": "table1", "tiny-flux": "table10"}
-# Its maps are random, so that its pictures mean nothing.
+# Its maps are random, so its pictures mean nothing.
 LEFT_OUT = "lower-bound"
 
 
 def read(name: str) -> dict[str, dict[str, Any]]:
-    lines = (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return {record["label"]: record for record in map(json.loads, lines)}
+    return {record["label"]: record for record in fronts.read(RESULTS / f"{name}.jsonl")}
 
 
 def draw(pictures: dict[str, dict[str, Any]], times: dict[str, dict[str, Any]]) -> Any:
@@ -67,8 +65,8 @@ def draw(pictures: dict[str, dict[str, Any]], times: dict[str, dict[str, Any]]) 
     axes.set_xlabel(f"denoiser seconds per picture, in batches of {timed['timing']['batch']}")
     axes.set_ylabel("LPIPS to the plain picture, lower is better")
     pictures_made = f"{first['prompts']} prompts x {first['seeds']} seeds"
-    told = f"{conditions(timed)};\n{pictures_made}; numbers are ratios of tokens removed"
-    axes.set_title(told, fontsize=7, color="#555555", loc="left")
+    title = f"{fronts.conditions(timed)};\n{pictures_made}; numbers are ratios of tokens removed"
+    axes.set_title(title, fontsize=7, color="#555555", loc="left")
     legend = axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     spread_numbers(drawn, axes, numbers, legend)
     return drawn

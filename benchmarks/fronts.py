@@ -3,9 +3,8 @@
     python benchmarks/fronts.py                            # one plot for each file, to docs/fronts or --to FOLDER
     python benchmarks/fronts.py --strip FOLDER --at 1.5    # pictures of an evaluation at that speed-up
 
-A front is what no other configuration beats in both: how fast the denoiser is, and how far pictures drift. Where time
-was not measured, the work of the denoiser stands in for it. Lists of configurations that `tokenmerge eval` takes are in
-benchmarks/fronts.
+A front has the configurations that no other beats in both speed of the denoiser and drift. Where time was not measured,
+the denoiser's work stands in for it. benchmarks/fronts has the lists of configurations for `tokenmerge eval`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fronts"
 PLOTS = ROOT / "docs" / "fronts"
 DRIFT = "lpips"
-# The same to the second yardstick, the plain picture with more steps.
+# Drift from the second yardstick, the plain picture with more steps.
 FINE = f"{DRIFT}_fine"
-# What others are measured by, the time of which the plots mark.
+# The configuration that others are compared with. Plots mark its time.
 YARDSTICK = "toma:ratio=0.5"
 SPEED_UPS = (1.25, 1.5, 2.0)
-# Of a strip: pictures of every configuration, and their sides in pixels.
+# Rows of a strip, and the side of its pictures in pixels.
 SAMPLES, SIDE = 4, 160
-# Kinds of configuration, as they are drawn and told: colour, marker.
+# Kinds of configuration, with colour and marker.
 KINDS = {
     "Merge: paper's ToMA": ("#D55E00", "s"),
     "Merge: rivals, controls": ("#999999", "v"),
@@ -56,7 +55,7 @@ KINDS = {
     "DPM++": ("#658026", "H"),
     "with another schedule": ("#CCA770", "8"),
 }
-# Rivals by the names that they are typed by.
+# Kinds of schedules, by the names that are typed.
 _SCHEDULES = {"steps": "fewer steps", "unipc": "UniPC", "dpm++": "DPM++"}
 
 
@@ -88,7 +87,7 @@ def is_timed(record: dict[str, Any]) -> bool:
 
 
 def speed(record: dict[str, Any]) -> float:
-    """Over the plain model: in time, or else in work."""
+    """Speed-up over the plain model, by time or else by work."""
     return float(record["denoiser_speed_up"] if is_timed(record) else 1 / record["work"])
 
 
@@ -97,12 +96,12 @@ def drift(record: dict[str, Any]) -> float:
 
 
 def measured(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All but the plain model, which drifts by nothing."""
+    """All records but the plain model's, which has no drift."""
     return [record for record in records if DRIFT in record["metrics"]]
 
 
 def front(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What no other is faster than with as little drift, fastest first."""
+    """Records that no other beats in both speed and drift, fastest first."""
     kept: list[dict[str, Any]] = []
     for record in sorted(records, key=lambda record: (-speed(record), drift(record))):
         if not kept or drift(record) < drift(kept[-1]):
@@ -111,7 +110,7 @@ def front(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_at(least: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of every kind, what drifts least among those that are at least so fast."""
+    """For every kind, the record with the least drift among those with at least this speed-up."""
     best: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         fast = [record for record in measured(records) if kind_of(record) == kind and speed(record) >= least]
@@ -121,7 +120,7 @@ def best_at(least: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[s
 
 
 def nearest_to(wish: float, records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The same, and the fastest of a kind that has none so fast."""
+    """As `best_at`, but with the fastest record of a kind that is never as fast."""
     kinds = {kind: [each for each in measured(records) if kind_of(each) == kind] for kind in KINDS}
     best = best_at(wish, records)
     return {kind: best.get(kind) or max(mine, key=speed) for kind, mine in kinds.items() if mine}
@@ -149,7 +148,7 @@ def rivals_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
-    """What drifts least of every kind, at the time of the yardstick and at round speed-ups."""
+    """The least drift of every kind, at the time of the yardstick and at round speed-ups."""
     yardstick = next(record for record in records if record["label"] == YARDSTICK)
     wishes = {f"the time of `{YARDSTICK}`, {speed(yardstick):.2f}x": speed(yardstick)}
     wishes |= {f"{wish:g}x": wish for wish in SPEED_UPS}
@@ -162,14 +161,14 @@ def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """What a user would choose between, and what each costs in every model."""
+    """The choices that a user has, and what each costs on every model."""
     header, rows = ["", *(f"`{records[0]['model']}`" for records in models)], []
-    for told, wanted in _CHOICES.items():
+    for choice, wanted in _CHOICES.items():
         found = [next((each for each in measured(records) if wanted(each)), None) for records in models]
         cells = [f"{speed(each):.2f}x, LPIPS {drift(each):.4f}" if each else "" for each in found]
         if not any(cells):
-            raise LookupError(f"{told} was not measured; measure it, or take it out of the table")
-        rows.append([told, *cells])
+            raise LookupError(f"{choice} was not measured; measure it, or take it out of the table")
+        rows.append([choice, *cells])
     return markdown(header, rows)
 
 
@@ -218,7 +217,7 @@ def _cells(record: dict[str, Any]) -> list[str]:
 
 
 def conditions(record: dict[str, Any]) -> str:
-    """Under which an evaluation was made."""
+    """The conditions of an evaluation."""
     width, height = record["size"]
     mode = f", compiled: {record['compile']}" if record["compile"] else ""
     where = record["environment"]
@@ -229,7 +228,7 @@ def conditions(record: dict[str, Any]) -> str:
 
 
 def _sample(record: dict[str, Any]) -> str:
-    """The same, and how many pictures there are."""
+    """The conditions of an evaluation, with the number of pictures."""
     time = f", time in batches of {record['timing']['batch']}" if record["timing"] else ""
     return f"{conditions(record)}; {record['prompts']} prompts x {record['seeds']} seeds{time}"
 
@@ -255,7 +254,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.axvline(1.0, color="#BBBBBB", linewidth=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # Nine to a decade would lie on top of each other.
+    # Nine labels per decade would overlap.
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     timed = is_timed(records[0])
     axes.set_xlabel(
@@ -263,8 +262,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     )
     error = records[0]["metrics"].get(FINE)
     if error is not None:
-        told = f"error of the {records[0]['steps']} steps themselves"
-        axes.axhline(error["mean"], color="#777777", linestyle=":", linewidth=1, label=told)
+        label = f"error of the {records[0]['steps']} steps themselves"
+        axes.axhline(error["mean"], color="#777777", linestyle=":", linewidth=1, label=label)
     axes.set_ylabel("LPIPS to the plain picture, lower is better")
     axes.set_title(textwrap.fill(_sample(records[0]), 110), fontsize=7, color="#555555", loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
@@ -272,7 +271,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def draw_strip(evaluation: Path, wish: float, folder: Path) -> Path:
-    """Pictures of an evaluation: plain, and what drifts least of every kind at a speed-up."""
+    """A strip of pictures from an evaluation: plain, and the least drift of every kind at a speed-up."""
     records = read(evaluation / "results.jsonl")
     plain, (width, _) = records[0], records[0]["size"]
     columns = {"plain": plain, **nearest_to(wish, records)}
@@ -298,7 +297,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strip", type=Path, metavar="FOLDER", help="of an evaluation")
+    parser.add_argument("--strip", type=Path, metavar="FOLDER", help="folder of an evaluation")
     parser.add_argument("--at", type=float, default=1.5, metavar="N", help="speed-up (default: %(default)s)")
     parser.add_argument("--to", type=Path, default=PLOTS, metavar="FOLDER", help="(default: docs/fronts)")
     options = parser.parse_args()

@@ -2,39 +2,37 @@
 
     PYTHONPATH=tests python benchmarks/generic.py --out benchmarks/results/generic.jsonl
 
-Every class of diffusers' folders of transformers and UNets has a line, and denoisers of pipelines that can be built
-tiny. Each is built with random weights (`tests/denoisers.py`; those that have a table as in the tests of families, with
-the table set aside), and called for 6 steps with falling times, or rising ones where its pipelines have those, under
-`Hold(every=2, start=0)`. A line says
+Every class in diffusers' folders of transformers and UNets has a line, and so have denoisers of pipelines that can be
+built tiny. Each is built with random weights (`tests/denoisers.py`; classes with a table as in the tests of families,
+with the table set aside). It is called for 6 steps under `Hold(every=2, start=0)`, with falling times, or rising ones
+if its pipelines have those. A line has
 
     outcome    "held", "refused" or "not tried"
-    table      whether the class also has a table of ours
+    table      whether the class also has a table
     blocks     members of lists that could be held
-    held       blocks that are, and `runs`, the first and last block of each
-    steps      what the steps did, by kind
-    checks     `plain`: every=1 and the first step give what the plain model gives. `again`: a second image is the same.
-               `removed`: after `remove` outputs and attributes are as before. `table`: equal to Hold with the table,
-               where that holds the same blocks
-    reason     of a refusal, or why it was not tried
+    held       blocks that are held, and `runs`, the first and last block of each
+    steps      steps of each kind
+    checks     `plain`: every=1 and the first step equal the plain model. `again`: a second image equals the first.
+               `removed`: after `remove`, outputs and attributes are as before. `table`: equal to Hold with the table,
+               where the table holds the same blocks
+    reason     why the class was refused or not tried
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
 import logging
 import pkgutil
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import diffusers
 import torch
+from bundled import parser_for, write_records
 from diffusers.models import transformers, unets
 from torch import Tensor, nn
 
@@ -48,17 +46,16 @@ from tokenmerge.families.base import Family
 from tokenmerge.families.generic import RISING, candidates, unholdable
 from tokenmerge.holding.sites import LearnedSite
 from tokenmerge.runtime.state import APPLIED
-from tokenmerge.tools.measure import environment
 
 STEPS = 6
 HOLD = Hold(every=2, start=0.0)
-# Tables whose classes have no pipeline in the tests of families.
+# Classes with a table, but without a pipeline in the tests of families.
 TINY = {"FluxTransformer2DModel": "flux", "SD3Transformer2DModel": "sd3", "UNet2DConditionModel": "sdxl"}
 
 
 @dataclass(frozen=True)
 class Tabled:
-    """A denoiser that has a table, called as that says."""
+    """A denoiser that has a table, called as its table says."""
 
     family: Family
     name: str
@@ -84,23 +81,14 @@ def _class_of(model: zoo.Model) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    known = environment(torch.device("cpu"))
-    lines = []
-    for name in listed():
-        record = {"class": name, **tried(name)}
-        print(record["class"], record["outcome"], record.get("reason") or record["runs"], flush=True)
-        lines.append(json.dumps({**record, "environment": known}))
-    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_records(options.out, ({"class": name, **tried(name)} for name in listed()))
 
 
 def listed() -> list[str]:
-    """Every class of the folders of denoisers, and forms and other denoisers that were built."""
+    """Every class in diffusers' folders of denoisers, and all denoisers that `tests/denoisers.py` builds."""
     found = set(denoisers.DENOISERS)
     for folder in (transformers, unets):
         for each in pkgutil.iter_modules(folder.__path__):
@@ -135,10 +123,10 @@ def tried(name: str) -> dict[str, Any]:
         try:
             found = image(case, module)
         except TokenMergeError as error:
-            told = str(error).partition(" cannot be held: ")[2].removesuffix("; remove first")
+            reason = str(error).partition(" cannot be held: ")[2].removesuffix("; remove first")
             tokenmerge.remove(module)
             assert same(image(case, module), plain)
-            return {"outcome": "refused", **record, "reason": told or str(error)}
+            return {"outcome": "refused", **record, "reason": reason or str(error)}
         steps = tokenmerge.summary(module).steps
         runs = learned(module)
         checks["plain"] &= same(found[0], plain[0])

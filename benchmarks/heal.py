@@ -1,11 +1,11 @@
-"""Heals merging on both bundled models, at two ratios, and gathers the figures: `tokenmerge heal` four times.
+"""Runs `tokenmerge heal` on both bundled models at two ratios, and gathers the figures.
 
-python benchmarks/heal.py --data PHOTOGRAPHS --reference UNSEEN --networks FOLDER --out OUT
+    python benchmarks/heal.py --data PHOTOGRAPHS --reference UNSEEN --networks FOLDER --out OUT
 
-PHOTOGRAPHS have captions in text files beside them. UNSEEN are other ones, for FID. It needs a GPU. Options of heal
-may follow: `--steps` (3000) is to be some 25 minutes of an H200's for each model, and with `--size 64x64 --steps 2
---batch 2 --held-out 3 --denoising-steps 3` it can be tried on a CPU. Killed, it goes on where it was. OUT/heal.jsonl
-has a line for each model and ratio, for benchmarks/results.
+PHOTOGRAPHS have captions in text files beside them. UNSEEN are other photographs, for FID. It needs a GPU: 3000 steps
+should take about 25 minutes per run on an H200. Options of heal may follow. To try it on a CPU, add `--size 64x64
+--steps 2 --batch 2 --held-out 3 --denoising-steps 3`. A killed run resumes. OUT/heal.jsonl gets a line for each model
+and ratio, for benchmarks/results.
 """
 
 from __future__ import annotations

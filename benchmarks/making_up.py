@@ -3,39 +3,33 @@
     python benchmarks/making_up.py --out benchmarks/results/making-up.jsonl
 
 Both bundled models draw at 128 px under several schedules and settings of Hold, with making up and without it. Each
-line has the squared errors to the plain pictures. `left` is what making up leaves of what held steps miss, as a share:
-in plain pictures every third step is taken as full, and the steps between are extrapolated.
+line has the squared errors to the plain pictures. `left` is the share of the held steps' error that is left after
+making up: in plain pictures every third step counts as full, and the steps between are extrapolated.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
-from coordinates import noted
-from diffusers import DiffusionPipeline
+from bundled import STEPS, Schedules, draw, parser_for, under_schedules, write_records
+from coordinates import residuals_of
 
 import tokenmerge
-import tokenmerge_models
 from tokenmerge import Hold
 from tokenmerge.runtime.levels import noise_levels, place_at
 from tokenmerge.runtime.timeline import Kept
-from tokenmerge.tools.measure import environment
 
-SIDE, STEPS, APART = 128, 28, 3
+APART = 3
 PROMPTS = ("a photo of a sunflower", "a photo of a rose", "a photo of a tulip", "a photo of a passion flower")
 # The last is for schedulers that add noise, where errors are large.
 HOLDS = (Hold(), Hold(every=3), Hold(every=5), Hold(tolerance=0.6))
 _PLAIN = {"rescale_betas_zero_snr": False}
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 2.0}
-SCHEDULES: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
+SCHEDULES: dict[str, Schedules] = {
     "tiny-flux": {
         "its own": (diffusers.FlowMatchEulerDiscreteScheduler, {}),
         "UniPC": (diffusers.UniPCMultistepScheduler, _FLOW),
@@ -50,51 +44,27 @@ SCHEDULES: dict[str, dict[str, tuple[Any, dict[str, Any]]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    known = environment(torch.device("cpu"))
-    with options.out.open("w") as file:
-        for model, schedules in SCHEDULES.items():
-            folder = tokenmerge_models.models()[model]
-            pipe = DiffusionPipeline.from_pretrained(folder)
-            pipe.set_progress_bar_config(disable=True)
-            call = json.loads((folder / "tokenmerge.json").read_text())["call"]
-            own = pipe.scheduler.config
-            for name, (scheduler, changes) in schedules.items():
-                pipe.scheduler = scheduler.from_config(own, **changes)
-                for record in measured(pipe, call):
-                    record = {"model": model, "schedule": name, "steps": STEPS, **record, "environment": known}
-                    file.write(json.dumps(record) + "\n")
-                print(model, name, flush=True)
-
-
-def measured(pipe: Any, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The errors of every setting, and how many steps were full."""
-    plain = draw(pipe, call)
-    shares = [share for seed, prompt in enumerate(PROMPTS) for share in left(pipe, prompt, seed, call)]
-    for hold in HOLDS:
-        errors, full = {}, {}
-        for name, context in {"made_up": nullcontext, "not_made_up": not_made_up}.items():
-            with tokenmerge.applied(pipe, hold), context():
-                pictures = draw(pipe, call)
-                full[name] = tokenmerge.summary(pipe).steps["full"]
-            errors[name] = [round(float(each), 2) for each in ((pictures - plain) ** 2).mean((1, 2, 3))]
-        yield {
-            "hold": hold.to_dict(),
-            "mse": errors,
-            "full": full,
-            "left": round(sum(shares) / len(shares), 3) if shares else None,
-        }
-
-
-def draw(pipe: Any, call: dict[str, Any]) -> np.ndarray:
-    size = {"num_inference_steps": STEPS, "height": SIDE, "width": SIDE, "output_type": "np"}
-    generators = (torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS)))
-    pairs = zip(PROMPTS, generators, strict=True)
-    return 255 * np.stack([pipe(prompt, generator=each, **size, **call).images[0] for prompt, each in pairs])
+def measured() -> Iterator[dict[str, Any]]:
+    """The errors of every setting, and the number of full steps."""
+    for model, name, pipe, call in under_schedules(SCHEDULES):
+        plain = draw(pipe, call, PROMPTS)
+        shares = [share for seed, prompt in enumerate(PROMPTS) for share in left(pipe, call, prompt, seed)]
+        for hold in HOLDS:
+            errors, full = {}, {}
+            for way, context in {"made_up": nullcontext, "not_made_up": not_made_up}.items():
+                with tokenmerge.applied(pipe, hold), context():
+                    pictures = draw(pipe, call, PROMPTS)
+                    full[way] = tokenmerge.summary(pipe).steps["full"]
+                errors[way] = [round(float(each), 2) for each in ((pictures - plain) ** 2).mean((1, 2, 3))]
+            yield {
+                "model": model,
+                "schedule": name,
+                "steps": STEPS,
+                "hold": hold.to_dict(),
+                "mse": errors,
+                "full": full,
+                "left": round(sum(shares) / len(shares), 3) if shares else None,
+            }
 
 
 @contextmanager
@@ -107,12 +77,12 @@ def not_made_up() -> Iterator[None]:
         Kept.owed = owed
 
 
-def left(pipe: Any, prompt: str, seed: int, call: dict[str, Any]) -> list[float]:
-    """What making up leaves of what held steps miss, from every third step to the next."""
-    residuals = noted(pipe, prompt, seed, call)
+def left(pipe: Any, call: dict[str, Any], prompt: str, seed: int) -> list[float]:
+    """The share of the held steps' error that is left after making up, from every third step to the next."""
+    residuals = residuals_of(pipe, call, prompt, seed)
     levels = noise_levels(pipe.scheduler)
     assert levels is not None
-    # Solvers of second order have other steps, and those that add noise have residuals that jump.
+    # Solvers of second order have more steps, and under schedulers that add noise residuals jump.
     if len(levels) != STEPS:
         return []
     place = [place_at(number, STEPS, levels) for number in range(STEPS)]
@@ -131,4 +101,4 @@ def left(pipe: Any, prompt: str, seed: int, call: dict[str, Any]) -> list[float]
 
 
 if __name__ == "__main__":
-    main()
+    write_records(parser_for(__doc__).parse_args().out, measured())

@@ -3,12 +3,12 @@
     python benchmarks/ops.py --out ops.jsonl              # every image, on a GPU
     python benchmarks/ops.py --cases sdxl --regions tile:8x8 --ratios 0.5
     python benchmarks/ops.py --cases wan-720p --regions tile:2x4x4 --dtype bfloat16
-    TRITON_INTERPRET=1 python benchmarks/ops.py --smoke   # that it runs; the times mean nothing
+    TRITON_INTERPRET=1 python benchmarks/ops.py --smoke   # shows that it runs; the times mean nothing
 
-An operation whose result is wrong is not timed: the run stops. Inputs rotate through more memory than the L2 cache
-holds, unless --warm. In mode `graph` calls are captured once and replayed, in mode `eager` they are launched one by
-one. The floor is the least number of bytes over the bandwidth of a large copy on the same device; no launch is that
-fast at these sizes, so a copy of as many bytes is timed beside each operation.
+If an operation's result is wrong, the run stops. Inputs rotate through more memory than the L2 cache holds, unless
+--warm. In mode `graph` calls are captured once and replayed, in mode `eager` they are launched one by one. The floor is
+the least number of bytes over the bandwidth of a large copy on the same device. No launch is that fast at these sizes,
+so a copy of as many bytes is timed beside each operation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CASES = {
     "sdxl": (2, TokenGrid(64, 64), 640),
     "sdxl-deep": (2, TokenGrid(32, 32), 1280),
     "flux": (1, TokenGrid(64, 64), 3072),
-    # Wan 14B with 81 frames. Not by default: all regions but small tiles take more memory than there is.
+    # Wan 14B with 81 frames. Not a default: with anything but small tiles it does not fit into memory.
     "wan-720p": (1, TokenGrid(45, 80, 21), 5120),
     "smoke": (2, TokenGrid(8, 8), 24),
     "smoke-video": (1, TokenGrid(4, 4, 3), 24),
@@ -49,14 +49,14 @@ RATIOS = (0.5, 0.75)
 TEMPERATURE = 0.001
 USUAL = ("sdxl", "sdxl-deep", "flux")
 OPERATIONS = ("select", "weigh", "build", "merge", "unmerge")
-# The most calls that are timed as one.
+# The most calls that are timed together.
 CALLS = 16
-# A call slower than this is timed by itself, a few times.
+# Calls slower than this are timed one by one, a few times.
 SLOW_MS = 20.0
 
 
 class WrongResult(Exception):
-    """An operation that must not be timed."""
+    """An operation's result is wrong, so it must not be timed."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Inputs:
 
 @dataclass
 class Problem:
-    """One layer, cut into regions: its inputs, and what every operation is called with."""
+    """One layer, cut into regions, with its inputs."""
 
     name: str
     regions: str
@@ -122,7 +122,7 @@ def build_problem(
     made = []
     for _ in range(sets):
         tokens = torch.randn(batch, grid.count, channels, generator=generator, device=device).to(dtype)
-        # Evenly spaced, so that making inputs does not need what is timed.
+        # Evenly spaced, so that making inputs does not depend on the timed operation.
         chosen = reference.select(tokens, order, layout.select_regions, layout.select_count, selection="uniform")
         merge, unmerge = reference.weigh(tokens, order, chosen.contiguous())
         merged = reference.merge(tokens, order, merge)
@@ -131,7 +131,7 @@ def build_problem(
 
 
 def check(problem: Problem, operation: str, ops: Any) -> None:
-    """Refuse what is further from the exact result than twice what the reference is in this dtype, plus a rounding."""
+    """Raise if a result's error exceeds twice the reference's error in this dtype, plus a rounding."""
     inputs = problem.sets[0]
     layout, order = problem.partition.layout, problem.partition.order
     result = problem.call(ops, operation, inputs)
@@ -159,7 +159,7 @@ def check(problem: Problem, operation: str, ops: Any) -> None:
     if operation != "weigh":
         result, plain, exact = (result,), (plain,), (exact,)
     rounding = torch.finfo(inputs.tokens.dtype).eps
-    # A similarity is right to a rounding of fp32, which the softmax divides by the temperature.
+    # Similarities have a rounding error of fp32, which the softmax divides by the temperature.
     floor = torch.finfo(torch.float32).eps / TEMPERATURE if operation == "weigh" else 0.0
     for mine, theirs, true in zip(result, plain, exact, strict=True):
         error, allowed = ((each.double() - true).abs().max().item() for each in (mine, theirs))
@@ -181,7 +181,7 @@ def tomesd_calls(problem: Problem) -> dict[str, Callable[[Inputs], Any]]:
     merge, unmerge = build(problem.sets[0])
     constant = torch.full_like(problem.sets[0].tokens, 3.0)
     if not torch.allclose(unmerge(merge(constant)), constant, rtol=1e-2):
-        raise WrongResult("tomesd does not give a constant back")
+        raise WrongResult("tomesd does not return a constant unchanged")
     merged = merge(problem.sets[0].tokens)
     return {
         "build": build,
@@ -203,7 +203,7 @@ def time_calls(
     """Median milliseconds of a call, with the 10th and 90th percentile of the repeats."""
     if sets[0].tokens.device.type != "cuda":
         return _summary([_host_ms(lambda: call(sets[0])) for _ in range(repeats)], repeats, 1, "interpreted")
-    # The first of the two also compiles.
+    # The first call also compiles.
     if min(_device_ms(lambda: call(sets[0])) for _ in range(2)) > SLOW_MS:
         return _summary([_device_ms(lambda: call(sets[0])) for _ in range(3)], 3, 1, "eager")
 
@@ -262,7 +262,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> Iterator[dic
     dtype = getattr(torch, arguments.dtype)
     for name in arguments.cases:
         batch, grid, channels = CASES[name]
-        # Enough sets for every call to find the cache full of others.
+        # Enough sets that every call finds the cache full of other inputs.
         cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
         token_bytes = batch * grid.count * channels * dtype.itemsize
         sets = 1 if arguments.warm else max(1, min(CALLS, math.ceil(2 * cache / token_bytes)))
@@ -305,7 +305,7 @@ def _calls(
         yield operation, "copy", copy_call(problem, operation)
     if find_spec("tomesd") is None:
         print("tomesd is not installed; its column stays empty", file=sys.stderr)
-    # It knows no frames.
+    # tomesd has no notion of frames.
     elif CASES[problem.name][1].frames == 1 and problem.regions == arguments.regions[0]:
         for operation, call in tomesd_calls(problem).items():
             if operation in arguments.operations:
@@ -313,7 +313,7 @@ def _calls(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown, one line for an operation of a case. ToMeSD's times stand in the lines of every kind of region."""
+    """Markdown, with a row for each operation of a case. ToMeSD's times repeat in the rows of every kind of region."""
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     tomesd: dict[tuple[Any, ...], float] = {}
     for record in records:
@@ -329,7 +329,7 @@ def table(records: list[dict[str, Any]]) -> str:
     for (layer, ratio, mode, operation, regions), timed in found.items():
         kernel, plain, copy = (timed.get(name) for name in ("kernel", "reference", "copy"))
         if not kernel and not plain:
-            # Both were too slow for this mode, and stand in another line.
+            # Both were too slow for this mode and have another row.
             continue
         other = tomesd.get((layer, ratio, mode, operation))
         spread = f"{kernel['ms']:.4f} ({kernel['low_ms']:.4f}-{kernel['high_ms']:.4f})" if kernel else ""
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--modes", nargs="+", choices=["graph", "eager"], default=["graph"])
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
-    parser.add_argument("--warm", action="store_true", help="one set of inputs, which the L2 cache may hold")
+    parser.add_argument("--warm", action="store_true", help="use one set of inputs, which the L2 cache may hold")
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")

@@ -1,10 +1,10 @@
-"""Puts load on `tokenmerge serve`: throughput and latency with batches and without, and with a replica killed midway.
+"""Measures `tokenmerge serve` under load: throughput and latency with and without batches, and with a replica killed.
 
     python benchmarks/serve.py --out benchmarks/results/serve.jsonl
 
-Every server has two replicas and a tiny random SDXL pipeline. It is asked for 200 pictures of 4 steps, 16 at once; then
-for as many again while one replica is killed when half of them are answered. Servers with batches and without take
-turns, so that a busy machine slows both. Server and clients share the machine.
+Every server has two replicas and a tiny random SDXL pipeline. It draws 200 pictures of 4 steps for 16 clients. Then it
+draws 200 more, and one replica is killed when half of them are answered. Servers with and without batches take turns,
+so that a busy machine slows both. Server and clients share the machine.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tokenmerge.planning.tables import markdown
 from tokenmerge.tools.files import append_line
 from tokenmerge.tools.measure import environment
 
-# The pipeline is that of the tests.
+# The tests build the pipeline.
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 COMMAND = "python benchmarks/serve.py"
 REQUESTS, CLIENTS, REPLICAS, STEPS, SIDE, SPEED = 200, 16, 2, 4, 64, "plain"
 TURNS, BATCHES = 2, (8, 1)
-# In the title of a process that draws.
+# Part of the title of a process that draws.
 REPLICA = "ServeReplica:tokenmerge:Worker"
-# An answer that takes longer is lost.
+# Seconds after which an answer counts as lost.
 PATIENCE = 120
 
 
@@ -57,13 +57,13 @@ def main() -> None:
         model = save_sdxl(Path(folder) / "tiny")
         for turn in range(TURNS):
             for max_batch in BATCHES:
-                # At once: a run that is ended keeps what it has measured.
+                # Written one by one, so that an interrupted run keeps its lines.
                 for line in measured(model, max_batch, turn):
                     append_line(options.out, line)
 
 
 def measured(model: Path, max_batch: int, turn: int) -> Iterator[str]:
-    """A line for the undisturbed server, and one for that which loses a replica."""
+    """A line for the undisturbed server, and one for the server that loses a replica."""
     asked = {"requests": REQUESTS, "clients": CLIENTS, "replicas": REPLICAS}
     asked |= {"steps": STEPS, "side": SIDE, "speed": SPEED}
     with served(model, max_batch) as (process, address):
@@ -89,16 +89,16 @@ def where() -> dict[str, str]:
 
 @contextmanager
 def served(model: Path, max_batch: int) -> Iterator[tuple[psutil.Process, str]]:
-    """A server of its own, and its address; nothing of it is left afterwards."""
+    """A new server's process and address. No process of it is left afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "tokenmerge", "serve", "--model", str(model), "--device", "cpu"]
     command += ["--port", str(port), "--replicas", str(REPLICAS), "--max-batch", str(max_batch)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        told = process.stdout.readline() if process.stdout else ""
-        if not told.startswith("serving"):
-            raise SystemExit(f"the server did not start: {told}")
+        line = process.stdout.readline() if process.stdout else ""
+        if not line.startswith("serving"):
+            raise SystemExit(f"the server did not start: {line}")
         yield psutil.Process(process.pid), f"http://127.0.0.1:{port}"
     finally:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -109,7 +109,7 @@ def served(model: Path, max_batch: int) -> Iterator[tuple[psutil.Process, str]]:
 
 
 def load(address: str, requests: int, victim: psutil.Process | None = None) -> dict[str, Any]:
-    """Ask for so many pictures. victim: the server that loses a replica when half of them are answered."""
+    """Request pictures. victim: a server that loses a replica when half of them are answered."""
     answered = threading.Semaphore(0)
     body = {"prompt": "a rose", "size": f"{SIDE}x{SIDE}", "steps": STEPS, "speed": SPEED}
 
@@ -127,7 +127,7 @@ def load(address: str, requests: int, victim: psutil.Process | None = None) -> d
         except urllib.error.HTTPError as error:
             status = error.code
         except (OSError, ValueError):
-            # No answer, or half of one.
+            # No answer, or a broken one.
             status = None
         answered.release()
         return status, time.perf_counter() - begun
@@ -156,7 +156,7 @@ def load(address: str, requests: int, victim: psutil.Process | None = None) -> d
 
 
 def batches(address: str) -> tuple[float, float]:
-    """Pictures that were drawn so far, and batches."""
+    """The number of pictures drawn so far, and of batches."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=PATIENCE) as page:
         words = [line.split() for line in page.read().decode().splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in words}
@@ -164,14 +164,14 @@ def batches(address: str) -> tuple[float, float]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The median of all turns; and of requests without an answer, all."""
+    """Medians over all turns, and the requests of all turns by their answers."""
     groups: dict[tuple[bool, int], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault((record["killed"], record["max_batch"]), []).append(record)
     formats = {"mean_batch": "{:.1f}", "throughput": "{:.1f}", "p50": "{:.2f} s", "p95": "{:.2f} s"}
     rows = []
     for (killed, max_batch), found in groups.items():
-        medians = [told.format(statistics.median(each[name] for each in found)) for name, told in formats.items()]
+        medians = [form.format(statistics.median(each[name] for each in found)) for name, form in formats.items()]
         counts = [str(sum(each[name] for each in found)) for name in ("answered", "refused", "lost")]
         where = ["one killed midway" if killed else "both alive", str(max_batch), str(len(found))]
         rows.append([*where, *medians, *counts])

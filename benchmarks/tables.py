@@ -1,16 +1,15 @@
 """Fills the tables of README.md and docs/ from the result files in benchmarks/results.
 
     python benchmarks/tables.py           # rewrite what is out of date
-    python benchmarks/tables.py --check   # say what is out of date, and fail
+    python benchmarks/tables.py --check   # list what is out of date, and fail
 
-A document asks for a table between two comments, `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. Kinds are
-those of `OF_RECORDS` and `OF_FILES` below.
+In a document, a table lies between the comments `<!-- table: KIND FILE ... -->` and `<!-- end of table -->`. The kinds
+are in `OF_RECORDS` and `OF_FILES` below.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -36,30 +35,28 @@ from tokenmerge.tools.typed import read_typed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# What could be recovered of the paper's own tables.
+# What could be recovered from the paper's own tables.
 PAPER = "reproduction/paper.jsonl"
 MARK = re.compile(r"(<!-- table: (?P<request>[^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def read(names: Iterable[str]) -> list[dict[str, Any]]:
-    lines = [line for name in names for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
-    return [json.loads(line) for line in lines if line]
+    return [record for name in names for record in fronts.read(RESULTS / name)]
 
 
 def bench_tables(names: list[str]) -> str:
-    """Every comparison, with its command."""
+    """Every comparison, below its commands."""
     records = [record for name in names for record in bench.read(RESULTS / name)]
-    commands = dict.fromkeys(record["command"] for record in records)
-    shown = "\n".join(commands)
-    return f"```\n{shown}\n```\n\n{bench.report(records)}"
+    commands = "\n".join(dict.fromkeys(record["command"] for record in records))
+    return f"```\n{commands}\n```\n\n{bench.report(records)}"
 
 
 def speed_table(names: list[str]) -> str:
-    """Speed-up over the plain denoiser of the same comparison, by ratio."""
+    """Speed-ups by ratio, each over the plain denoiser of the same comparison."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for file in names:
         for record in read([file]):
-            # Not with the plain denoiser of another run.
+            # By file, because each run has its own plain denoiser.
             key = (file, *(record[name] for name in ("model", "width", "height", "batch", "mode")))
             groups.setdefault(key, []).append(record)
     cells: dict[tuple[str, ...], dict[float | None, str]] = {}
@@ -73,25 +70,27 @@ def speed_table(names: list[str]) -> str:
             ratio = merge["ratio"] if merge else None
             cells.setdefault(where, {})[ratio] = f"{bench.speed_up(row, rows):.2f}x"
     ratios = sorted({ratio for found in cells.values() for ratio in found}, key=lambda ratio: ratio or 0.0)
-    # Holding has no ratio.
+    # Hold has no ratio.
     columns = ["speed-up" if ratio is None else f"ratio {ratio:g}" for ratio in ratios]
     header = ["model", "size", "batch", "mode", "technique", *columns]
     return markdown(header, [[*where, *(found.get(ratio, "") for ratio in ratios)] for where, found in cells.items()])
 
 
 def _without_ratio(label: str, merge: dict[str, Any] | None) -> str:
-    """A technique as typed, its ratio left out, and where it merges."""
+    """A technique as typed, without its ratio, and where it merges."""
     parts = []
     for part in read_typed(label).parts:
         fields = {name: value for name, value in part.fields.items() if name != "ratio"}
         parts.append(str(replace(part, fields=fields)))
-    told = f"`{' + '.join(parts)}`"
-    return f"{told}, {'per component' if merge['sites'] == 'component' else 'once per block'}" if merge else told
+    typed = f"`{' + '.join(parts)}`"
+    return f"{typed}, {'per component' if merge['sites'] == 'component' else 'once per block'}" if merge else typed
 
 
 def eval_table(names: list[str]) -> str:
-    """The pictures of one of the paper's studies, and the times of a second file, which may be made otherwise. Files
-    are named by study and model. Where the paper's figures of the same rows are known, they stand beside."""
+    """Drift in one of the paper's studies, beside times from a second file and the paper's own figures where known.
+
+    Files are named by study and model. The second may come from a run with other conditions.
+    """
     pictures, times = names
     records, timed = read([pictures]), {record["label"]: record for record in read([times])}
     study = Path(pictures).stem.split("-")[0]
@@ -137,7 +136,7 @@ def overlap_table(records: list[dict[str, Any]]) -> str:
 
 
 def held_maps_table(records: list[dict[str, Any]]) -> str:
-    """Drift with maps that are renewed as due, and kept once Hold begins, side by side."""
+    """Drift with maps renewed as due, beside drift with maps kept once Hold begins."""
     rows: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for record in records:
         where = (record["model"], f"{record['ratio']:g}", str(record["every"]))
@@ -150,13 +149,13 @@ def held_maps_table(records: list[dict[str, Any]]) -> str:
 
 
 def generic_table(records: list[dict[str, Any]]) -> str:
-    """What is held of every class without a table, and why of some nothing is."""
+    """What is held of every class without a table, and why some classes are not held."""
     held = [record for record in records if record["outcome"] == "held"]
     checked = [record for record in held if all(record["checks"].values())]
     equal = [record for record in held if "table" in record["checks"]]
     version = records[0]["environment"]["diffusers"]
     others = [record for record in records if record["outcome"] != "held" and not record["table"]]
-    told = [
+    parts = [
         (
             f"diffusers {version}, {len(records)} classes and forms of them: {len(held)} are held, "
             f"{sum(record['outcome'] == 'refused' for record in records)} are refused, "
@@ -173,7 +172,7 @@ def generic_table(records: list[dict[str, Any]]) -> str:
             [[f"`{record['class']}`", record["outcome"], record["reason"]] for record in others],
         ),
     ]
-    return "\n\n".join(told)
+    return "\n\n".join(parts)
 
 
 def _generic_row(record: dict[str, Any]) -> list[str]:
@@ -182,7 +181,7 @@ def _generic_row(record: dict[str, Any]) -> list[str]:
     return [" ".join([f"`{name}`", *form]), f"{record['held']} of {record['blocks']}", runs]
 
 
-# Of `video.py`: tiles that one chooses between, by the words of `regions`, and tokens by kind and noise.
+# Tiles of `video.py` to choose between, in the words of `regions`; and its tokens, by kind and shared noise.
 VIDEO_TILES = {
     "1x4x4": "`tile:4x4`",
     "1x4x4 map": "`tile:4x4`, one map for all frames",
@@ -199,9 +198,9 @@ VIDEO_TOKENS = {
 
 
 def video_table(records: list[dict[str, Any]]) -> str:
-    """What tiles lose of clips that move, at half of the tokens: means over motions, blocks and levels of noise."""
+    """What tiles lose of moving clips at ratio 0.5: means over motions, blocks and levels of noise."""
     rows = []
-    for (features, shared), told in VIDEO_TOKENS.items():
+    for (features, shared), title in VIDEO_TOKENS.items():
         kind = [each for each in records if each["ratio"] == 0.5 and each["features"].split()[0] == features]
         clips = [each for each in kind if each["frames_share_noise"] is shared]
         for tile, regions in VIDEO_TILES.items():
@@ -210,10 +209,10 @@ def video_table(records: list[dict[str, Any]]) -> str:
             keys = ("similarity", "target_error", "target_flicker", "target_rest")
             means = [sum(each[key] for each in found) / len(found) for key in keys]
             values = (*means[:3], sum(still) / len(still), means[3], max(each["target_rest"] for each in found))
-            # Measured of latents only.
+            # Measured on latents only.
             largest = max((each["target_step"] for each in found if "target_step" in each), default=None)
             row = [f"{value:.2f}" for value in values]
-            rows.append([told, regions, *row, "" if largest is None else f"{largest:.2f}"])
+            rows.append([title, regions, *row, "" if largest is None else f"{largest:.2f}"])
     header = ["similarity", "error", "flicker", "flicker of a still", "frame change", "at most", "largest step"]
     return markdown(["tokens", "regions", *header], rows)
 
@@ -227,7 +226,7 @@ def losses_table(names: list[str]) -> str:
 
 
 def coordinates_table(records: list[dict[str, Any]]) -> str:
-    """How much larger errors are than by the best coordinate of the same rows, on average and at most."""
+    """Errors over each coordinate, relative to the best coordinate of the same record: means and maximum."""
     coordinates = list(records[0]["errors"])
     rows = []
     for model, schedule in dict.fromkeys((record["model"], record["schedule"]) for record in records):
@@ -241,36 +240,44 @@ def coordinates_table(records: list[dict[str, Any]]) -> str:
 
 
 def making_up_table(records: list[dict[str, Any]]) -> str:
-    """Squared errors with making up and without it."""
+    """Squared errors with and without making up."""
     rows = []
     for record in records:
-        hold = record["hold"]
-        how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
         with_it, without = (sum(record["mse"][name]) / len(record["mse"][name]) for name in ("made_up", "not_made_up"))
         share = f"{with_it / without:.2f}" if without else ""
         left = "" if record["left"] is None else f"{100 * record['left']:.0f} %"
         full = f"{record['full']['made_up']} of {record['steps']}"
-        rows.append(
-            [f"`{record['model']}`", record["schedule"], how, full, f"{without:.1f}", f"{with_it:.1f}", share, left]
-        )
+        figures = [full, f"{without:.1f}", f"{with_it:.1f}", share, left]
+        rows.append([f"`{record['model']}`", record["schedule"], _how(record["hold"]), *figures])
     header = ["model", "schedule", "how", "full steps", "MSE without", "MSE", "share", "what is left of misses"]
     return markdown(header, rows)
+
+
+def _how(hold: dict[str, Any]) -> str:
+    return f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
 
 
 def drift_table(records: list[dict[str, Any]]) -> str:
     """How well estimates of drift agree with the truth."""
     rows = []
-    for model, told in drift.judged(records).items():
-        within = sorted(told["within"])
+    for model, found in drift.judged(records).items():
+        within = sorted(found["within"])
         middle = within[len(within) // 2]
-        cells = [told["pictures"], told["rank"], middle, within[0], f"{told['off_50']:.1f}", f"{told['off_90']:.1f}"]
+        cells = [
+            found["pictures"],
+            found["rank"],
+            middle,
+            within[0],
+            f"{found['off_50']:.1f}",
+            f"{found['off_90']:.1f}",
+        ]
         rows.append([model if model == "all" else f"`{model}`", *map(str, cells)])
     header = ["rank correlation", "within a setting, median", "least", "median error, dB", "of nine in ten, dB"]
     return markdown(["model", "pictures", *header], rows)
 
 
 def goals_table(records: list[dict[str, Any]]) -> str:
-    """What Hold's goals are judged by: the work that bounds the speed-up, and drift, also of the worst pictures."""
+    """The figures that judge Hold's goals: work, which bounds the speed-up, and drift, also of the worst pictures."""
     rows = []
     for record in records:
         if not record["techniques"]:
@@ -285,21 +292,20 @@ def goals_table(records: list[dict[str, Any]]) -> str:
 
 
 def noise_table(records: list[dict[str, Any]]) -> str:
-    """What Hold drifts, beside as many steps of the same scheduler as it ran in full."""
+    """Drift of Hold, beside the same scheduler with as many steps as Hold ran in full."""
     rows = []
     for record in records:
         hold = record["hold"]
-        how = f"every {hold['every']}" if hold["every"] else f"within {hold['tolerance']:g}"
         figures = [record[name][figure] for name in ("held", "fewer_steps") for figure in ("mse", "grain")]
         means = [sum(each) / len(each) for each in figures]
         cells = [f"{means[0]:.0f}", f"{means[1]:.2f}", f"{means[2]:.0f}", f"{means[3]:.2f}"]
-        what = [record["scheduler"], hold["what"], how, f"{record['kinds']['full']} of {record['steps']}"]
+        what = [record["scheduler"], hold["what"], _how(hold), f"{record['kinds']['full']} of {record['steps']}"]
         rows.append([f"`{record['model']}`", *what, *cells])
     header = ["model", "scheduler", "held", "how", "full steps", "MSE", "grain", "fewer steps: MSE", "grain"]
     return markdown(header, rows)
 
 
-# By the records of all files together, and by files of which each is read for itself.
+# Tables of all records of the files together, and tables that read the files themselves.
 OF_RECORDS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "ops": ops.table,
     "maps": map_table,
@@ -328,7 +334,7 @@ OF_FILES: dict[str, Callable[[list[str]], str]] = {
 
 
 def filled(text: str) -> str:
-    """A document with all of its tables made anew."""
+    """A document with all its tables made anew."""
 
     def fill(found: re.Match[str]) -> str:
         kind, *names = found["request"].split()

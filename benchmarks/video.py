@@ -3,33 +3,30 @@
     python benchmarks/video.py --data FOLDER --out benchmarks/results/video-tiles.jsonl
 
 FOLDER holds photographs as `*.npz` files: `data`, the bytes of pictures one after the other, and `offsets`. A camera
-stands still, pans or zooms over them. Speeds are told per latent frame, which is four pixel frames. Tokens are
+stands still, pans or zooms over them. Speeds are per latent frame, which is four pixel frames. Tokens are
 
     latent       blocks of 4 frames of 8x8 pixels as 16 channels (principal components of deviation 1, a linear
-                 stand-in for a video autoencoder), 2x2 blocks a token
-    tiny-flux    what enters a block of the bundled model, which sees one frame at a time
+                 stand-in for a video autoencoder), with 2x2 blocks per token
+    tiny-flux    the input of a block of the bundled model, which sees one frame at a time
 
-with the noise of a flow-matching model at `noise`, one for all frames (`frames_share_noise`) or one for each. Tiles of
-frames x rows x columns with the same number of tokens cost the same. In each facility location takes destinations,
-every token joins the nearest, and gets the mean of those that joined it back. In `places` all frames have the same
-destinations, in `map` the same destinations and the same joining. Told are
+with the noise of a flow-matching model at `noise`, shared by all frames (`frames_share_noise`) or drawn for each. Tiles
+of frames x rows x columns with the same number of tokens cost the same. In each tile, facility location selects
+destinations, every token joins the nearest, and gets back the mean of its cluster. With `places` all frames have the
+same destinations, with `map` also the same clusters. The figures are
 
-    similarity      mean cosine of two tokens of a tile
-and of what the map is for, y (tokens without noise, or what the block adds), where y' is what y gets back,
-
-    target_error    |y - y'| / |y|
-    target_flicker  mean |(y - y') - that of the frame before| / mean |y|
-    target_rest     mean |change of y' to the next frame| / that of y. Flicker also counts change that merging takes
-                    away, as it does from noise of each frame's own; below 1 there is less change than without merging
-    target_step     the largest of that of any two frames: what freezes within a tile may jump to the next
+    similarity      mean cosine of two tokens in a tile
+    target_error    |y - y'| / |y|, where y is what the map is for (tokens without noise, or the block's residual), and
+                    y' is y merged and unmerged
+    target_flicker  mean |change of y - y' to the next frame| / mean |y|
+    target_rest     mean |change of y' to the next frame| / mean |change of y|. Flicker also counts change that merging
+                    removes, such as each frame's own noise. Below 1 there is less change than without merging.
+    target_step     the largest such ratio of any two frames: what freezes within a tile may jump to the next
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,13 +35,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import FluxPipeline
+from bundled import load, parser_for, write_records
 from PIL import Image
 from torch import Tensor
 
-import tokenmerge_models
 from tokenmerge.merging.ops import reference
-from tokenmerge.tools.measure import environment
 
 FRAMES, SIDE = 8, 256
 # Photographs; fewer for the model, which takes most of the time.
@@ -66,9 +61,9 @@ TILES = {
     "1x8x8": ((1, 8, 8), None),
     "4x4x4": ((4, 4, 4), None),
 }
-# Of latents: pixels of a block, frames of a block, channels, and pixels of a token.
+# For latents: pixels of a block, frames of a block, channels, and pixels of a token.
 BLOCK, TIMES, CHANNELS, LATENT_TOKEN = 8, 4, 16, 16
-# Of tiny-flux: the side of the photograph under the camera, pixels of a token, and the blocks that are looked at.
+# For tiny-flux: the side of the photograph under the camera, pixels of a token, and the blocks to record.
 PHOTOGRAPH, FLUX_TOKEN, FLUX_BLOCKS = 384, 8, ("transformer_blocks.1", "single_transformer_blocks.2")
 
 
@@ -84,32 +79,27 @@ NOISES = list(itertools.product((0.2, 0.5, 0.8), (True, False)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of photographs")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    known = environment(torch.device("cpu"))
-    lines = []
     with torch.no_grad():
-        for conditions, tokens, target in itertools.chain(
-            latents(read_photographs(options.data, PICTURES)),
-            hidden(read_photographs(options.data, FLUX_PICTURES)),
-        ):
-            conditions |= {"photographs": tokens.shape[0], "grid": "x".join(map(str, tokens.shape[1:4]))}
-            conditions["change"], conditions["target_change"] = (
-                round(change(each, each), 3) for each in (tokens, target)
-            )
-            told = {name: measure(tokens, target, name) for name in TILES}
-            for ratio in RATIOS:
-                tiles = {name: by_ratio[ratio] for name, by_ratio in told.items()}
-                lines.append(json.dumps({**conditions, "ratio": ratio, "tiles": tiles, "environment": known}))
-            print({name: conditions[name] for name in list(conditions)[:6]}, flush=True)
-    options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_records(options.out, measured(options.data))
+
+
+def measured(folder: Path) -> Iterator[dict[str, Any]]:
+    clips = itertools.chain(
+        latents(read_photographs(folder, PICTURES)), hidden(read_photographs(folder, FLUX_PICTURES))
+    )
+    for conditions, tokens, target in clips:
+        conditions |= {"photographs": tokens.shape[0], "grid": "x".join(map(str, tokens.shape[1:4]))}
+        conditions["change"], conditions["target_change"] = (round(change(each, each), 3) for each in (tokens, target))
+        found = {name: measure(tokens, target, name) for name in TILES}
+        for ratio in RATIOS:
+            yield {**conditions, "ratio": ratio, "tiles": {name: by_ratio[ratio] for name, by_ratio in found.items()}}
 
 
 def read_photographs(folder: Path, count: int) -> Tensor:
-    """[count, 3, H, W] in -1..1, evenly from the first file."""
+    """Photographs [count, 3, H, W] in -1..1, at even distances in the first file."""
     with np.load(min(folder.glob("*.npz"))) as file:
         data, offsets = file["data"], file["offsets"]
     pictures = []
@@ -120,12 +110,12 @@ def read_photographs(folder: Path, count: int) -> Tensor:
 
 
 def direction(number: int) -> tuple[float, float]:
-    """Down and right, of length 1: eight directions in turn."""
+    """A step down and right of length 1, in eight directions by turns."""
     return math.sin(number * math.pi / 4), math.cos(number * math.pi / 4)
 
 
 def film(photographs: Tensor, motion: Motion, token: int, times: int) -> Tensor:
-    """[P, FRAMES * times, 3, SIDE, SIDE]; of a latent frame there are `times` pixel frames."""
+    """Clips [P, FRAMES * times, 3, SIDE, SIDE], with `times` pixel frames per latent frame."""
     side = photographs.shape[-1]
     clock = [frame / times for frame in range(FRAMES * times)]
     clips = []
@@ -190,8 +180,8 @@ def noised(clean: Tensor, level: float, share: bool | None) -> Tensor:
 
 
 def hidden(photographs: Tensor) -> Clips:
-    """As `latents`, of every block of FLUX_BLOCKS."""
-    pipe = FluxPipeline.from_pretrained(tokenmerge_models.models()["tiny-flux"])
+    """As `latents`, for every block in FLUX_BLOCKS."""
+    pipe, _ = load("tiny-flux")
     prompt, pooled, text_ids = pipe.encode_prompt("a photo of a flower", None, max_sequence_length=32)
     seen: dict[str, list[Tensor]] = {}
 
@@ -228,14 +218,14 @@ def hidden(photographs: Tensor) -> Clips:
 
 
 def measure(tokens: Tensor, target: Tensor, name: str) -> dict[float, dict[str, float]]:
-    """What is told, by ratio. Tokens and target are [P, F, H, W, C]."""
+    """All figures, by ratio. Tokens and target are [P, F, H, W, C]."""
     shape, sharing = TILES[name]
     size = math.prod(shape)
     tiles, target_tiles = cut(tokens, shape), cut(target, shape)
     pairs = reference.pairwise_similarity(tiles, "cosine")
     similarity = (pairs.sum((-1, -2)) - size).mean() / (size * (size - 1))
     moved = change(target, target)
-    told = {}
+    figures = {}
     for ratio in RATIOS:
         joined = joining(pairs, round(size * (1 - ratio)), sharing)
         target_back = back(target_tiles, joined, target.shape, shape)
@@ -246,8 +236,8 @@ def measure(tokens: Tensor, target: Tensor, name: str) -> dict[float, dict[str, 
         if moved > 1e-4:
             found["target_rest"] = change(target_back, target) / moved
             found["target_step"] = (lengths_of(target_back) / lengths_of(target)).max()
-        told[ratio] = {key: round(float(value), 3) for key, value in found.items()}
-    return told
+        figures[ratio] = {key: round(float(value), 3) for key, value in found.items()}
+    return figures
 
 
 def cut(clips: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -258,7 +248,7 @@ def cut(clips: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def back(tiles: Tensor, joined: Tensor, whole: torch.Size, shape: tuple[int, int, int]) -> Tensor:
-    """What `cut` tiles get back if they join [.., n, k] destinations, as clips of the shape `whole`."""
+    """Merge and unmerge tiles from `cut`, back to clips of the shape `whole`. joined: one-hot [.., n, k]."""
     means = joined.transpose(-1, -2) @ tiles / joined.sum(-2)[..., None].clamp_min(1)
     clips, frames, rows, columns, _ = whole
     parts = (clips, frames // shape[0], rows // shape[1], columns // shape[2], *shape, -1)
@@ -266,7 +256,7 @@ def back(tiles: Tensor, joined: Tensor, whole: torch.Size, shape: tuple[int, int
 
 
 def joining(pairs: Tensor, count: int, sharing: str | None) -> Tensor:
-    """One-hot [.., n, count]: the destination that every token joins."""
+    """The destination that each token joins, one-hot [.., n, count]."""
     if sharing:
         # One region has the tokens of all frames, and as candidates the places of one frame.
         frames = pairs.unflatten(0, (-1, FRAMES))
@@ -283,12 +273,12 @@ def joining(pairs: Tensor, count: int, sharing: str | None) -> Tensor:
 
 
 def change(clips: Tensor, scale: Tensor) -> float:
-    """Mean length of what changes to the next frame, over the mean length of `scale`."""
+    """Mean length of the change to the next frame, over the mean length of `scale`."""
     return float(lengths_of(clips).mean() / scale.norm(dim=-1).mean())
 
 
 def lengths_of(clips: Tensor) -> Tensor:
-    """Mean length of what changes from each frame to the next."""
+    """Mean length of the change from each frame to the next."""
     return (clips[:, 1:] - clips[:, :-1]).norm(dim=-1).mean((0, 2, 3))
 
 
