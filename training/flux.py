@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 CONFIG = {
     "patch_size": 1,
+    "num_layers": 2,
+    "num_single_layers": 4,
     "in_channels": 4 * VAE_CONFIG["latent_channels"],
     "attention_head_dim": 64,
     "num_attention_heads": 4,
@@ -35,7 +37,6 @@ CONFIG = {
     "guidance_embeds": False,
     "axes_dims_rope": (8, 28, 28),
 }
-LAYERS = (2, 4)  # joint and single blocks of `tiny-flux`
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "use_dynamic_shifting": True,
@@ -50,9 +51,9 @@ TEXT_LENGTH_SHARES = (0.65, 0.2, 0.15)
 UNIFORM_SHARE = 0.1
 
 
-def make_transformer(joint: int, single: int) -> FluxTransformer2DModel:
+def make_transformer() -> FluxTransformer2DModel:
     """A new transformer in which every block starts as the identity and the output as zero."""
-    model = FluxTransformer2DModel(**CONFIG, num_layers=joint, num_single_layers=single)
+    model = FluxTransformer2DModel(**CONFIG)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -150,11 +151,10 @@ class Flow:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, out="build/flux", lr=2e-3)
-    parser.add_argument("--layers", type=int, nargs=2, default=LAYERS, metavar=("JOINT", "SINGLE"))
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
-    model = make_transformer(*args.layers)
+    model = make_transformer()
     material = prepare(args, "flux", model)
     flow = Flow(args, model.to(args.device).train(), material)
     if args.compile:
