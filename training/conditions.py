@@ -1,4 +1,4 @@
-"""What the denoisers see of the text: captions of every flower through the frozen encoders, as tables."""
+"""The denoisers' text conditions: captions of every flower, encoded once by the frozen encoders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def encode_t5(folder: Path, texts: list[str], length: int, device: torch.device)
 
 @dataclass(frozen=True)
 class CaptionDraw:
-    """Which caption goes with which label: one of `each`, or with probability `drop` the empty last one."""
+    """Draws a caption for each label: one of `each`, or with probability `drop` the empty last one."""
 
     each: int
     classes: int

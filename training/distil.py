@@ -2,11 +2,11 @@
 
     python training/distil.py models/tokenmerge_models/tiny-flux --data DATA --out build/tiny-flux-4step --minutes 12
 
-The teacher is the plain model, with 28 steps and guidance. A step of the student lands where seven of the teacher's
-would. All begins at noise, so no photograph is needed: DATA gives the names of the flowers and other prompts. The next
-step begins, for half of the pictures, where the student landed itself: there it learns to mend what it did.
+The teacher is the plain model with 28 steps and guidance. One step of the student lands where seven steps of the
+teacher would. Everything starts from noise, so no photographs are needed: DATA has the flower names and other prompts.
+For half of the pictures, the next step starts where the student itself landed, so that it learns to mend its errors.
 
-`samples.jpg` compares both. On a CPU it can be tried with `--sizes 64 --batch 2 --minutes 0.3 --captions 1 --warmup 2`.
+`samples.jpg` compares both. To try it on a CPU, add `--sizes 64 --batch 2 --minutes 0.3 --captions 1 --warmup 2`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OWN_SHARE = 0.5
 
 
 class Sampling(ABC):
-    """Steps of a pipeline's own schedule, from noise, at one size. Text is encoded once; its last row is no caption."""
+    """Steps along a pipeline's own schedule at one size. text: encoded captions; the last row is for no caption."""
 
     def __init__(self, pipe: DiffusionPipeline, size: int, text: tuple[Tensor, ...], guidance: float) -> None:
         self.pipe, self.side, self.text, self.guidance = pipe, size // 4, text, guidance
@@ -49,11 +49,11 @@ class Sampling(ABC):
 
     @abstractmethod
     def set_timesteps(self) -> None:
-        """Those of the teacher. Every seventh is one of the student's."""
+        """Set the teacher's timesteps. Every seventh is also the student's."""
 
     @abstractmethod
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """What pictures begin as."""
+        """The noise from which pictures start."""
 
     @abstractmethod
     def output(self, state: Tensor, step: int, captions: Tensor) -> Tensor:
@@ -61,20 +61,20 @@ class Sampling(ABC):
 
     @abstractmethod
     def shares(self, step: int, later: int) -> tuple[Tensor, Tensor]:
-        """An Euler step takes so much of the state, and of the output."""
+        """The factors of the state and of the output in an Euler step."""
 
     def land(self, state: Tensor, output: Tensor, step: int, later: int) -> Tensor:
         kept, added = self.shares(step, later)
         return (kept * state.double() + added * output.double()).float()
 
     def wanted(self, state: Tensor, landing: Tensor, step: int, later: int) -> Tensor:
-        """The output that leads to a landing."""
+        """The output whose Euler step leads to a landing."""
         kept, added = self.shares(step, later)
         return ((landing.double() - kept * state.double()) / added).float()
 
     @torch.no_grad()
     def guided(self, state: Tensor, first: int, last: int, captions: Tensor) -> Tensor:
-        """Where the guided steps from one to another lead."""
+        """Where the teacher's guided steps from `first` to `last` lead."""
         none = torch.full_like(captions, len(self.text[0]) - 1)
         for step in range(first, last):
             both = self.output(torch.cat([state, state]), step, torch.cat([none, captions])).float()
@@ -113,7 +113,7 @@ class FluxSampling(Sampling):
 
 
 class SdxlSampling(Sampling):
-    """Latents with noise of a deviation sigma: the output is v."""
+    """Latents with noise of deviation sigma: the output is v."""
 
     def set_timesteps(self) -> None:
         self.pipe.scheduler.set_timesteps(TEACHER_STEPS, device=self.device)
@@ -137,7 +137,7 @@ class SdxlSampling(Sampling):
 
 
 def encode(pipe: DiffusionPipeline, captions: list[str]) -> tuple[Tensor, ...]:
-    """Every caption as the pipeline's denoiser sees it, and in the last row what it sees where guidance has none."""
+    """Captions as the pipeline's denoiser sees them. The last row is what it sees without a caption."""
     parts = []
     with torch.inference_mode():
         for start in range(0, len(captions), 256):
@@ -151,12 +151,12 @@ def encode(pipe: DiffusionPipeline, captions: list[str]) -> tuple[Tensor, ...]:
             parts.append(pipe.encode_prompt("", None, max_sequence_length=TEXT_LENGTH)[:2])
         else:
             parts.append((none[:1], none_pooled[:1]))
-    # Clones: a backward pass may not meet tensors made under inference mode.
+    # Cloned, because a backward pass refuses tensors made under inference mode.
     return tuple(torch.cat(part).clone() for part in zip(*parts, strict=True))
 
 
 def add_lora(denoiser: nn.Module, rank: int, seed: int) -> nn.ParameterList:
-    """A LoRA on every linear layer of the blocks; its weights, in fp32."""
+    """Add a LoRA to every linear layer of the blocks; returns its weights, in fp32."""
     names = [name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear) and "block" in name]
     denoiser.requires_grad_(False)
     torch.manual_seed(seed)
@@ -168,7 +168,7 @@ def add_lora(denoiser: nn.Module, rank: int, seed: int) -> nn.ParameterList:
 
 
 def teach(sampling: Sampling, denoiser: Any, captions: Tensor, generator: torch.Generator) -> float:
-    """Gradients of all four steps, for one batch; returns the mean loss."""
+    """Add up the gradients of all four steps for one batch; returns the mean loss."""
     state, losses = sampling.noise(len(captions), generator), []
     for step in range(0, TEACHER_STEPS, STRIDE):
         later = step + STRIDE

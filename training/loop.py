@@ -17,7 +17,8 @@ from optim import Average, Clock, Optimizers, load_weights, save_weights
 from torch import Tensor, nn
 
 
-def add_options(parser: argparse.ArgumentParser, out: str, lr: float) -> None:
+def read_options(doc: str | None, out: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the shards and flower_names.json")
     parser.add_argument("--prompts", type=Path, help="folder of the prompt files (default: prompts in --data)")
     parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
@@ -28,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser, out: str, lr: float) -> None:
     parser.add_argument("--save-minutes", type=float, default=4.0)
     parser.add_argument("--warmup", type=int, default=300, help="steps of rising learning rate")
     parser.add_argument("--decay-share", type=float, default=0.5, help="last part of the time, with falling rate")
-    parser.add_argument("--lr", type=float, default=lr, help="of Muon; AdamW has half of it")
+    parser.add_argument("--lr", type=float, default=2e-3, help="of Muon; AdamW has half of it")
     parser.add_argument("--ema", type=float, default=0.9993)
     parser.add_argument("--batch", type=int, default=256, help="images of 256 px; a quarter as many of 512 px")
     parser.add_argument("--large-share", type=float, default=0.0, help="share of steps at 512 px")
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser, out: str, lr: float) -> None:
     parser.add_argument("--limit", type=int, help="photographs per shard, for a trial")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ def fit(
         images += batch_size(args, size)
         if clock.steps % args.log_every == 0:
             shown, speed = recent.item() / args.log_every, images / (clock.elapsed - since)
-            told = f"loss {shown:.4f}, {speed:.0f} images/s"
-            print(f"{name} step {clock.steps}, {clock.elapsed:.0f} s: {told}", flush=True)
+            figures = f"loss {shown:.4f}, {speed:.0f} images/s"
+            print(f"{name} step {clock.steps}, {clock.elapsed:.0f} s: {figures}", flush=True)
             recent.zero_()
             images, since = 0, clock.elapsed
         if clock.save_is_due() and clock.running():

@@ -50,7 +50,7 @@ def generate(
         part = prompts[start : start + batch]
         options = {"guidance_scale": guidance}
         if isinstance(pipe, FluxPipeline):
-            # Without a negative prompt it does not guide.
+            # Without a negative prompt, FluxPipeline does not guide.
             options = {"true_cfg_scale": guidance, "negative_prompt": [""] * len(part)}
             options["max_sequence_length"] = text_length
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lora", type=Path, help="folder from distil.py, for --steps 4 --guidance 1")
     parser.add_argument("--count", type=int, help="flowers (default: all sixteen)")
-    parser.add_argument("--text-length", type=int, default=512, help="of Flux's T5")
+    parser.add_argument("--text-length", type=int, default=512, help="tokens of Flux's T5")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("build/samples"))
     args = parser.parse_args()

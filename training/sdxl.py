@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip
 from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
-from loop import Material, add_options, batch_size, configure_backends, fit, prepare
+from loop import Material, batch_size, configure_backends, fit, prepare, read_options
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
@@ -118,9 +118,7 @@ class Diffusion:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, out="build/sdxl", lr=2e-3)
-    args = parser.parse_args()
+    args = read_options(__doc__, out="build/sdxl")
     torch.manual_seed(args.seed)
     configure_backends()
     model = make_unet()

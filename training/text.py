@@ -115,8 +115,8 @@ def make_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 def clip_outputs(model: CLIPTextModelWithProjection, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the pipelines read: Flux the state at the end of the text [b, d], SDXL its projection [b, d] and the last
-    but one layer [b, n, d]."""
+    """What the pipelines read. Flux reads the state at the end of the text [b, d]; SDXL reads its projection [b, d] and
+    the last layer but one [b, n, d]."""
     output = model(ids, output_hidden_states=True)
     end = (ids == model.config.eos_token_id).int().argmax(dim=1)
     pooled = output.last_hidden_state[torch.arange(len(ids), device=ids.device), end]
@@ -124,13 +124,13 @@ def clip_outputs(model: CLIPTextModelWithProjection, ids: Tensor) -> tuple[Tenso
 
 
 def read_clip(model: CLIPTextModelWithProjection, ids: Tensor) -> list[Tensor]:
-    """The same as vectors [b, WIDTH]: of the layer its mean over all positions."""
+    """`clip_outputs` as vectors [b, WIDTH]: the layer becomes its mean over all positions."""
     pooled, projected, states = clip_outputs(model, ids)
     return [pooled, projected, states.mean(dim=1)]
 
 
 def read_t5(model: T5EncoderModel, ids: Tensor) -> list[Tensor]:
-    """What Flux reads, as vectors [b, WIDTH]: all positions, padding included, and those of the text."""
+    """T5's states as vectors [b, WIDTH]: means over all positions, padding included, and over the text alone."""
     states = model(ids)[0]
     text = (ids != model.config.pad_token_id).unsqueeze(-1)
     return [states.mean(dim=1), (states * text).sum(dim=1) / text.sum(dim=1)]
@@ -199,7 +199,7 @@ def train(
     began = time.monotonic()
     for step in range(steps):
         length = random.choices(*lengths)[0]
-        # Long padding is slow, and says little more per sentence.
+        # Long padding is slow and adds little per sentence.
         half = (batch if length is None or length <= 64 else max(8, batch * 48 // length)) // 2
         chosen = torch.randint(len(sentences.texts), (half,))
         fresh = torch.randint(len(names), (half,))
