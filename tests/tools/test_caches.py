@@ -176,7 +176,7 @@ def test_calibration_is_the_growth_of_the_conditional_residual(
 def test_calibration_needs_one_call_a_step(flux: tuple[Any, Any], steps: int) -> None:
     """More calls than steps are those of a scheduler of higher order, fewer those of a call that starts in between."""
     pipe, _ = flux
-    with pytest.raises(TokenMergeError, match=rf"one call a step, and FluxPipeline made 12 in {steps} steps"):
+    with pytest.raises(TokenMergeError, match=rf"one call per step, but FluxPipeline made 12 in {steps} steps"):
         calibrate(pipe, partial(picture, flux), steps)
     assert not pipe.transformer.is_cache_enabled
 

@@ -219,7 +219,7 @@ def test_a_cache_is_compared_with_the_plain_picture(
         (["--techniques", "none + first-block:speed=1"], "no field 'speed'"),
         (
             ["--techniques", "hold", "--show-destinations"],
-            "nothing merges here; add a technique that does, such as dit",
+            "nothing merges here; add a technique that merges, such as dit",
         ),
         (["--techniques", "dit:ratio=0", "--show-destinations"], "nothing merges here"),
         (["--out", "rose.txt"], "rose.txt does not end like a picture file; use .png, .jpg or .webp"),

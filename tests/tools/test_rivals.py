@@ -226,9 +226,9 @@ def test_schedules_draw_in_as_many_steps_as_they_say_beside_techniques_too() -> 
 @pytest.mark.parametrize(
     ("model", "text", "words"),
     [
-        ("tiny-flux", "none + deepcache", "DeepCache is for UNets (UNet2DConditionModel), and this is a Flux"),
+        ("tiny-flux", "none + deepcache", "DeepCache is for UNets (UNet2DConditionModel), but this is a Flux"),
         ("tiny-sdxl", "none + cache-dit", "cache-dit is for transformers, but UNet2DConditionModel is a UNet; use"),
-        ("tiny-sdxl", "none + deepcache:branch=9", "branch is 9, and UNet2DConditionModel has branches from 0 to 8"),
+        ("tiny-sdxl", "none + deepcache:branch=9", "branch is 9, but UNet2DConditionModel has branches from 0 to 8"),
         ("tiny-flux", "none + cache-dit:fn=5,bn=1", "6 of the 6 blocks of FluxTransformer2DModel in every step"),
         ("tiny-flux", "hold:every=3 + cache-dit", "Hold and the cache-dit cache both skip steps; leave one of them"),
         ("tiny-sdxl", "hold:every=3 + deepcache", "Hold and the deepcache cache both skip steps"),

@@ -38,7 +38,7 @@ def test_a_scheduler_by_name_draws_the_picture(kind: str, name: str) -> None:
     config = dict(own.config)
     solver, karras = name.removesuffix(KARRAS), name.endswith(KARRAS)
     if kind == "flux" and karras and solver != "euler":
-        with pytest.raises(TokenMergeError, match=f"has no Karras sigmas for flows.*euler-karras or {solver}"):
+        with pytest.raises(TokenMergeError, match=f"has no Karras sigmas for flow models.*euler-karras or {solver}"):
             scheduler_named(name, own)
         return
     pipe.scheduler = scheduler_named(name, own)

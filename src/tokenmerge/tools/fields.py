@@ -170,5 +170,5 @@ def _number(text: str, kind: type) -> Any:
 
 def _truth(text: str) -> bool:
     if text not in ("true", "false"):
-        raise Unreadable(f"{text!r} is neither true nor false")
+        raise Unreadable(f"{text!r} is not a truth value; write true or false")
     return text == "true"

@@ -48,8 +48,8 @@ def scheduler_named(name: str, own: Any) -> Any:
     flows, karras = _flows(own.config), name != plain
     if flows and karras and plain != "euler":
         raise TokenMergeError(
-            f"scheduler {name} has no Karras sigmas for flow models, which {type(own).__name__} belongs to; choose "
-            f"euler{_KARRAS} or {plain}"
+            f"{plain} has no Karras sigmas for flow models, and this is one (its scheduler is {type(own).__name__}); "
+            f"choose euler{_KARRAS} or {plain}"
         )
     scheduler = _FLOW_EULER if flows and plain == "euler" else _CLASSES[plain]
     return solver_for(own, scheduler, name, **({"use_karras_sigmas": True} if karras else {}))
