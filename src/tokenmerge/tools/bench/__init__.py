@@ -1,8 +1,8 @@
-"""Latency, launches and memory of a denoiser, by phase and over a whole schedule, plain and with techniques.
+"""Latency, launches and memory of a denoiser, plain and with techniques: by phase, and over a whole schedule.
 
-A denoising loop makes few kinds of call: full ones, merged ones that select, reweigh or reuse, and held ones. Each kind
-is timed many times, and the medians are summed as often as a schedule has them: the time of all steps, selection and
-weights included, without running every step again and again.
+A denoising loop makes few kinds of call: full, merged (which select, reweigh or reuse) and held. `bench` times each
+kind many times, multiplies its median by how often the schedule has it, and adds up. The sum covers selection and
+weights, without running every step over and over.
 """
 
 from .candidates import Candidate, candidates_for

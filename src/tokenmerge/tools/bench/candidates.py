@@ -1,4 +1,4 @@
-"""Candidates: what `bench` compares, and what each of them does at every step of a schedule."""
+"""Candidates: what `bench` compares, and what each does at every step of a schedule."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ...planning.plan import timeline_of
 from ..typed import NO_TECHNIQUES, Configuration
 
 _USUAL = Merge(method="lower-bound")
-# What the bound of linear merging has in place of a technique's own; the rest they share.
+# The fields in which the lower bound of linear merging differs from a technique; they share all others.
 BOUND: dict[str, Any] = {name: getattr(_USUAL, name) for name in ("method", *method_for(_USUAL).unread)}
-# Methods whose merging is linear.
+# Methods that merge linearly.
 _LINEAR = ("toma", *SELECTIONS)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of a comparison; without techniques the plain denoiser."""
+    """One row of a comparison: a denoiser with techniques, or the plain one."""
 
     label: str
     techniques: Techniques = NO_TECHNIQUES
 
     def to_dict(self) -> dict[str, Any]:
-        """What records say of it."""
+        """Its part of a record."""
         return {"label": self.label, "techniques": self.techniques.to_list()}
 
     def phases(self, steps: int) -> list[str]:
-        """What every step does, as the timeline tells it. The first is a phase of its own, since an image begins there:
-        how its tokens lie is read from the device. The maps of a bound cost nothing by definition."""
+        """What every step does, by the timeline. With techniques the first step is a phase of its own: it reads the
+        layout of the tokens from the device. A lower bound only ever reuses maps, as they are free by definition."""
         merge, hold = self.techniques
         settled = method_for(merge).effective(merge) if merge is not None and merge.ratio > 0 else None
         phases = [str(step) for step in timeline_of(settled, hold).steps(steps)]
@@ -46,16 +46,16 @@ class Candidate:
 
 
 def candidates_for(configurations: Sequence[Configuration]) -> list[Candidate]:
-    """A candidate for each configuration, and where it merges alone and linearly, before it the bound of that."""
+    """One candidate per configuration. If it only merges, and linearly, its lower bound comes before it."""
     found: dict[str, Candidate] = {}
     for each in configurations:
         for rival in each.rivals:
             raise TokenMergeError(
-                f"{each.label!r}: bench times the steps of techniques one by one, and {rival.name} has a schedule of "
-                "its own or decides by the picture what runs; use eval, which times whole pictures, or leave it out"
+                f"{each.label!r}: bench times single steps, but {rival.name} has its own schedule or decides by the "
+                "picture what runs; use eval, which times whole pictures, or leave it out"
             )
         merge, hold = each.techniques
-        label = _told(each.label, merge)
+        label = _with_ratio(each.label, merge)
         if merge is not None and hold is None and merge.method in _LINEAR:
             bound = Candidate(f"lower-bound of {label}", Techniques(merge.replace(**BOUND)))
             if all(each.techniques != bound.techniques for each in found.values()):
@@ -65,47 +65,49 @@ def candidates_for(configurations: Sequence[Configuration]) -> list[Candidate]:
 
 
 def visits(phases: Sequence[str]) -> dict[int, str | None]:
-    """The steps of an image that are run to time every phase, each with the phase it is a lap of, if it is one. Beside
-    laps, all steps run that renew maps or keep residuals: what later ones do depends on them."""
+    """The steps that run in one image so that every phase is timed once. Timed steps name their phase. The others
+    (None) only renew maps or keep residuals that later steps need."""
     laps = {_lap(phase, phases): phase for phase in dict.fromkeys(phases)}
     return {step: laps.get(step) for step in range(max(laps) + 1) if step in laps or is_needed(step, phases)}
 
 
 def is_needed(step: int, phases: Sequence[str]) -> bool:
     """Whether later steps depend on this one: it renews maps or keeps residuals."""
-    # A bound has to make the maps that it is said to reuse.
+    # A lower bound says that it reuses maps, but has to make them once.
     makes = "reuse" in phases[step] and not any("select" in before for before in phases[:step])
     return makes or re.search("select|reweigh|kept", phases[step]) is not None
 
 
 def _lap(phase: str, phases: Sequence[str]) -> int:
-    """The step that is timed for a phase: the first that has it, and all that it usually has before it."""
+    """The step that is timed for a phase: the first one with everything usual before it."""
     steps = [step for step, each in enumerate(phases) if each == phase]
     if phase == "held":
         kept = [step for step, each in enumerate(phases) if "kept" in each]
-        # Extrapolation takes two residuals.
+        # A usual held step extrapolates from two residuals.
         return next((step for step in steps if len(kept) > 1 and step > kept[1]), steps[0])
     made = any("select" in before for before in phases[: steps[0]])
-    # The first makes maps in spite of its name, and before the second the device ran dry, since the host made them.
+    # Without a select before it, the first reuse makes the maps on the host, and the device runs dry before the second.
     return steps[0] if made or "reuse" not in phase else steps[:3][-1]
 
 
 def trial_step(phases: Sequence[str]) -> int:
-    """The first step that merges, or where none does the first."""
+    """The first merged step; the first step if none is merged."""
     return next((step for step, phase in enumerate(phases) if "merged" in phase), 0)
 
 
 def typical_step(phases: Sequence[str]) -> int:
-    """The second step, or else the only one, of the most frequent phase: of those that reuse maps, or where none does
-    of those that are not full, or else of all. The first may also begin an image, or make a bound's maps."""
+    """The second step of the most frequent phase, since the first may also begin an image or make a bound's maps.
+
+    Phases that reuse maps come first, then those that are not full, then all.
+    """
     reused = [phase for phase in phases if phase.startswith("merged, reuse")]
     others = [phase for phase in phases if "full" not in phase]
     (phase, _), *_ = Counter(reused or others or phases).most_common(1)
     return [step for step, each in enumerate(phases) if each == phase][:2][-1]
 
 
-def _told(label: str, merge: Merge | None) -> str:
-    """A label that tells the ratio, where it is a preset's own: without it a row does not say what was removed."""
+def _with_ratio(label: str, merge: Merge | None) -> str:
+    """The label, with the ratio of the preset where none was typed: every row shows what share it removes."""
     if merge is None or "ratio=" in label or " + " in label:
         return label
     return f"{label}{',' if ':' in label else ':'}ratio={merge.ratio:g}"

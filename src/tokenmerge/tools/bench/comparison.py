@@ -1,4 +1,4 @@
-"""Comparisons of all candidates: one for every size, batch and mode that was asked for."""
+"""Compares all candidates at every requested size, batch and mode."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..measure import environment
 from ..typed import default_techniques, read_configurations
 from .candidates import Candidate, candidates_for, trial_step
 from .records import Measured
-from .timing import Loop, Setting, measure_candidate, reach
+from .timing import Loop, Setting, caller, measure_candidate, reach
 
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often things are run. A CPU is slow and steady; a GPU under full load lowers its clocks within a second or
-    two to stay within its power, so there each candidate keeps it busy for two seconds before it is timed."""
+    """Default numbers of runs. A CPU is slow and steady. A GPU under full load lowers its clocks within two seconds to
+    stay within its power limit, so each candidate keeps it busy that long before it is timed."""
 
     warmups: int
     repeats: int
@@ -41,11 +41,13 @@ ON_GPU, ON_CPU = Counts(warmups=5, repeats=20, settle=2.0), Counts(warmups=1, re
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What was asked for: every size, batch and mode is a comparison of all techniques. None stands for the model's
-    own size and frames, and for the counts of the device."""
+    """What to measure. Each combination of size, batch and mode is one comparison of all techniques.
+
+    None stands for the model's own techniques, size and frames, and for the usual counts of the device.
+    """
 
     model: str
-    techniques: Sequence[str] | None = None  # as typed; without, those of the model's family
+    techniques: Sequence[str] | None = None  # as typed
     ratios: Sequence[float] | None = None
     sizes: Sequence[tuple[int, int]] | None = None  # width, height
     frames: int | None = None
@@ -66,20 +68,29 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.resume and self.out is None:
-            raise TokenMergeError("--resume goes on with a file; give --out")
+            raise TokenMergeError("--resume continues a file; give --out")
         for mode in self.modes:
             if mode not in MODES:
                 raise TokenMergeError(f"mode {mode!r} is unknown{did_you_mean(mode, MODES)}; use {', '.join(MODES)}")
 
     def settings(self, model: Outline, device: torch.device) -> list[Setting]:
-        """Of every comparison."""
+        """One setting per comparison."""
         usual = ON_GPU if device.type == "cuda" else ON_CPU
-        warmups = usual.warmups if self.warmups is None else self.warmups
-        settle = usual.settle if self.settle is None else self.settle
-        counts = (self.steps, warmups, settle, self.repeats or usual.repeats, self.loops)
-        frames = self.frames or model.family.frames
         return [
-            Setting(self.model, width, height, batch, mode, *counts, self.command, frames)
+            Setting(
+                model=self.model,
+                width=width,
+                height=height,
+                batch=batch,
+                mode=mode,
+                steps=self.steps,
+                warmups=usual.warmups if self.warmups is None else self.warmups,
+                settle=usual.settle if self.settle is None else self.settle,
+                repeats=self.repeats or usual.repeats,
+                loops=self.loops,
+                command=self.command,
+                frames=self.frames or model.family.frames,
+            )
             for width, height in self.sizes or (model.own_size,)
             for batch in self.batches
             for mode in self.modes
@@ -87,23 +98,22 @@ class Task:
 
 
 def run(task: Task) -> list[dict[str, Any]]:
-    """Measure every size, batch and mode; records are appended to the file `out` as they are made. With `resume`, rows
-    that it holds of the same machine and versions are taken from there.
+    """Measure every size, batch and mode, and append each record to the file `out` at once. With `resume`, reuse the
+    records in that file that come from the same machine and versions.
 
-    Each round measures all candidates again, every second one in reverse order: a device that warms up and slows down
-    then does so for all of them.
+    Every second round runs in reverse order, so that a device that slows down as it warms up slows all candidates.
     """
     typed = None if task.techniques is None else read_configurations(task.techniques, task.ratios)
     device = best_device(task.device)
     for mode in task.modes:
         if "graph" in mode and device.type != "cuda":
-            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, this is {device}; use eager or compiled")
+            raise TokenMergeError(f"mode {mode!r} needs a CUDA device, but this is {device}; use eager or compiled")
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     model = outline(task.model)
     candidates = candidates_for(typed or read_configurations(default_techniques(model.family), task.ratios))
     settings = task.settings(model, device)
-    for setting in _of_sizes(settings):
+    for setting in _smallest_batches(settings):
         _check(model, candidates, setting)
     if task.out is not None:
         check_writable(task.out)
@@ -127,10 +137,10 @@ def _measure(
     records = []
     with tqdm(total=len(left), unit="row", leave=False) as progress:
         progress.set_description("trial")
-        for setting in _of_sizes([setting for setting, _ in left]):
+        for setting in _smallest_batches([setting for setting, _ in left]):
             size = setting.width, setting.height
-            new = {each.label: each for other, each in left if (other.width, other.height) == size}
-            _try(denoiser, list(new.values()), task, model, setting)
+            waiting = {each.label: each for other, each in left if (other.width, other.height) == size}
+            _try(denoiser, list(waiting.values()), task, model, setting)
         for setting, candidates in groupby(rows, key=lambda row: row[0]):
             arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
             for _, candidate, record in candidates:
@@ -147,14 +157,14 @@ def _measure(
     return records
 
 
-def _of_sizes(settings: Sequence[Setting]) -> list[Setting]:
-    """One of every size, with the smallest batch."""
+def _smallest_batches(settings: Sequence[Setting]) -> list[Setting]:
+    """One setting per size, with its smallest batch."""
     smallest_last = sorted(settings, key=lambda setting: -setting.batch)
     return list({(setting.width, setting.height): setting for setting in smallest_last}.values())
 
 
 def _check(model: Outline, candidates: Sequence[Candidate], setting: Setting) -> None:
-    """Refuse what the model cannot do at a size, as far as its config files tell."""
+    """Refuse what the config files of the model already rule out at a size."""
     width, height = setting.width, setting.height
     model.check_size(width, height)
     for candidate in candidates:
@@ -165,13 +175,8 @@ def _check(model: Outline, candidates: Sequence[Candidate], setting: Setting) ->
 
 
 def _try(denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model: Outline, setting: Setting) -> None:
-    """Refuse what only a run tells before anything is timed: every candidate runs until it merges."""
-    arguments = model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames)
-
-    def call() -> None:
-        with torch.inference_mode():
-            denoiser(**arguments, return_dict=False)
-
+    """Run every candidate until it merges: some refusals show only then, and should come before anything is timed."""
+    call = caller(denoiser, model.example(denoiser, setting.batch, setting.width, setting.height, setting.frames))
     for candidate in candidates:
         loop, phases = Loop(task.steps), candidate.phases(task.steps)
         try:
@@ -180,7 +185,7 @@ def _try(denoiser: nn.Module, candidates: Sequence[Candidate], task: Task, model
             call()
         except torch.OutOfMemoryError as error:
             raise _too_large(task, next(denoiser.parameters()).device, setting) from error
-        # Also the denoiser's own checks: a size it has no positions for, say.
+        # TokenMergeError, or a check of the denoiser: it may have no positions for a size.
         except ValueError as error:
             raise _refused(candidate, setting, error) from error
         finally:
@@ -192,7 +197,7 @@ def _refused(candidate: Candidate, setting: Setting, error: Exception) -> TokenM
 
 
 def _too_large(task: Task, device: torch.device, setting: Setting) -> TokenMergeError:
-    kept = f" (what was measured is in {task.out})" if task.out and task.out.is_file() else ""
+    kept = f" (results so far are in {task.out})" if task.out and task.out.is_file() else ""
     return TokenMergeError(
         f"{device} has too little memory for {task.model} at {setting.width}x{setting.height}, batch {setting.batch}; "
         f"use a smaller size or batch{kept}"

@@ -1,4 +1,4 @@
-"""The file of a comparison: one JSON line a row, read by whoever shows it, and by a run that goes on with it."""
+"""The file of a comparison, one JSON line per row: to print its tables, or to resume an interrupted run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from ...errors import TokenMergeError
 from ..files import write_text
 
-# What makes a row another one, beside the conditions it was measured under.
+# Fields that two rows share if one can stand for the other, given the same conditions.
 _SAME = ("label", "techniques", "model", "width", "height", "frames", "batch", "mode", "steps", "repeats")
 _WAY_OUT = "give a file that bench --out has written"
-# How a row begins.
+# The first characters of every row.
 _BEGIN = '{"label": '
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file that `run` has written."""
+    """The records of a file that `run` wrote."""
     records = _parsed(_text(path), path)
     if not records:
         raise TokenMergeError(f"{path} holds no record; {_WAY_OUT}")
@@ -26,13 +26,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def conditions(environment: dict[str, str]) -> dict[str, str]:
-    """What rows must share to be compared: machine and versions, but not the commit. A table that takes more than one
-    run may see several."""
+    """What comparable rows share: machine and versions, but not the commit, which may differ between runs."""
     return {name: value for name, value in environment.items() if name != "commit"}
 
 
 class Measured:
-    """The rows that a file holds of the same machine and versions, each to be taken once; none without a file."""
+    """Rows of a file from the same machine and versions, each to be taken once. Empty if there is no file."""
 
     def __init__(self, path: Path | None, environment: dict[str, str]) -> None:
         self._rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -41,7 +40,7 @@ class Measured:
                 self._rows[_key(row)].append(row)
 
     def take(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """A row of these techniques and this setting, if there is one left."""
+        """A row with these techniques and this setting, if one is left."""
         rows = self._rows[_key(asked)]
         return rows.pop(0) if rows else None
 
@@ -51,7 +50,7 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def _mended(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a last line that a killed run began: it is cut off, so that others can follow."""
+    """The records of a file. A last line that a killed run left unfinished is cut off, so that new lines can follow."""
     text = _text(path)
     whole, line_end, last = text.rpartition("\n")
     if last.startswith(_BEGIN):
@@ -69,7 +68,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise TokenMergeError(f"{path} cannot be read ({error.strerror or error}); {_WAY_OUT}") from error
     except UnicodeDecodeError as error:
-        raise TokenMergeError(f"{path} is no text; {_WAY_OUT}") from error
+        raise TokenMergeError(f"{path} is not text; {_WAY_OUT}") from error
 
 
 def _parsed(text: str, path: Path) -> list[dict[str, Any]]:
@@ -80,13 +79,13 @@ def _parsed(text: str, path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise TokenMergeError(f"line {number} of {path} is no JSON ({error}); {_WAY_OUT}") from error
+            raise TokenMergeError(f"line {number} of {path} is not JSON ({error}); {_WAY_OUT}") from error
         if not isinstance(record, dict) or "laps_ms" not in record:
-            raise TokenMergeError(f"line {number} of {path} is no record of times; {_WAY_OUT}")
+            raise TokenMergeError(f"line {number} of {path} is not a record of times; {_WAY_OUT}")
         if "techniques" not in record:
             raise TokenMergeError(
-                f"line {number} of {path} is of tokenmerge 0.1, which had other techniques; {_WAY_OUT}"
+                f"line {number} of {path} is from tokenmerge 0.1, which had other techniques; {_WAY_OUT}"
             )
-        # Of pictures, older files do not say that there is one frame.
+        # Older files of pictures leave out the number of frames.
         records.append({"frames": 1, **record})
     return records

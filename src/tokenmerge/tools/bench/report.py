@@ -1,4 +1,4 @@
-"""Tables of what was measured."""
+"""Markdown tables of measured records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .records import conditions
 
 
 def report(records: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table of each comparison, with advice where a technique did not pay."""
+    """A Markdown table per comparison, with advice where a technique costs more than it saves."""
     parts = []
     for found in comparisons(records):
         first, rows = found[0], pool(found)
@@ -33,12 +33,12 @@ def report(records: Iterable[dict[str, Any]]) -> str:
 
 
 def comparisons(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Records by what was compared. Those of a resumed run, which did not time the plain denoiser again, are compared
-    with the one that an earlier commit has timed under the same conditions."""
+    """Records, grouped by comparison. A resumed run does not time the plain denoiser again: its records join the
+    latest group with a plain one that was measured under the same conditions at another commit."""
     by_commit: dict[str, tuple[str, list[dict[str, Any]]]] = {}
     for record in records:
-        told = [record[name] for name in ("model", "width", "height", "frames", "batch", "mode", "steps")]
-        setting = json.dumps([*told, conditions(record["environment"])])
+        fields = [record[name] for name in ("model", "width", "height", "frames", "batch", "mode", "steps")]
+        setting = json.dumps([*fields, conditions(record["environment"])])
         key = f"{setting} {record['environment'].get('commit')}"
         by_commit.setdefault(key, (setting, []))[1].append(record)
     found: dict[str, list[dict[str, Any]]] = {}
@@ -55,9 +55,9 @@ def comparisons(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate of a comparison, with the laps of all rounds."""
+    """A candidate in a comparison, with the laps of all rounds."""
 
-    record: dict[str, Any]  # of the first round
+    record: dict[str, Any]  # the first round's
     laps: dict[str, list[float]]
     loops: list[float]  # milliseconds of whole schedules, run from end to end
 
@@ -68,13 +68,13 @@ class Row:
 
     @property
     def schedule_ms(self) -> float:
-        """Of all steps: the median of each phase, as often as a schedule has it."""
+        """Milliseconds of all steps: the median of each phase, times its number of steps."""
         steps: dict[str, int] = self.record["steps_by_phase"]
         return sum(statistics.median(self.laps[phase]) * count for phase, count in steps.items())
 
 
 def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """One row for each candidate."""
+    """One row per candidate."""
     rows: dict[str, Row] = {}
     for record in records:
         key = json.dumps([record["label"], record["techniques"]])
@@ -86,7 +86,7 @@ def pool(records: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def speed_up(row: Row, rows: Sequence[Row]) -> float:
-    """Of a row over the plain one of the same comparison."""
+    """How many times faster a row is than the plain row of its comparison."""
     plain = next((each for each in rows if not each.techniques), None)
     if plain is None:
         raise TokenMergeError(
@@ -109,7 +109,7 @@ def _table(rows: Sequence[Row]) -> str:
     header = ["", "schedule ms", "speed-up", "over its bound", "ms by phase (10-90 %)", "launches", "peak GiB"]
     header += ["end to end ms", "first call s"]
     lines = list(_lines(rows))
-    # What was not measured has no column.
+    # Columns without a figure are left out.
     shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
     return markdown([header[place] for place in shown], [[line[place] for place in shown] for line in lines])
 
@@ -133,8 +133,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[list[str]]:
 
 
 def _bound_ms(row: Row, rows: Sequence[Row], linear: Row | None) -> float | None:
-    """What a row cannot be faster than: of merging alone, with maps that cost nothing; of Hold alone, its full steps
-    at the time of plain ones."""
+    """The fastest schedule possible for a row that only merges (its maps are free) or only holds (its held steps are
+    free, and its full steps take as long as plain ones)."""
     if linear is not None:
         return None if linear is row else linear.schedule_ms
     if [each["technique"] for each in row.techniques] != ["hold"]:
@@ -152,12 +152,12 @@ def _spread(laps: list[float]) -> str:
 
 
 def _method(row: Row) -> str | None:
-    """The method of a row that merges alone."""
+    """The method of a row that only merges."""
     return row.techniques[0].get("method") if len(row.techniques) == 1 else None
 
 
 def _bound_of(row: Row) -> str | None:
-    """The bound of what merges alone, as it is recorded; a bound has itself."""
+    """The lower bound of a row that only merges, as a record writes it. A bound's own bound is itself."""
     if _method(row) is None:
         return None
     return json.dumps({name: BOUND.get(name, value) for name, value in row.techniques[0].items()}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Time, launches and memory of one candidate."""
+"""Measures the time, launches and memory of one candidate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .candidates import Candidate, is_needed, typical_step, visits
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of one comparison share."""
+    """What all candidates in one comparison share."""
 
     model: str
     width: int
@@ -31,15 +31,15 @@ class Setting:
     mode: str
     steps: int
     warmups: int
-    settle: float  # seconds of warming up at least, for the clocks of the device to settle
+    settle: float  # at least so many seconds of warm-up, for the clocks of the device to settle
     repeats: int
-    loops: int  # whole schedules to run from end to end as well
-    command: str  # that asked for it
+    loops: int  # whole schedules to time as well
+    command: str  # as typed
     frames: int
 
 
 class Loop:
-    """Stands for the scheduler that drives a denoiser: techniques hear its steps, and it may skip some."""
+    """A stand-in for the scheduler: techniques follow its steps, and it may skip some."""
 
     def __init__(self, steps: int) -> None:
         self.timesteps = list(range(steps, 0, -1))
@@ -47,7 +47,7 @@ class Loop:
 
     @property
     def sigmas(self) -> Tensor:
-        """Noise levels, which residuals may be extrapolated in; what they are costs nothing."""
+        """Noise levels, in which residuals may be extrapolated. Their values do not affect time."""
         return torch.linspace(1.0, 0.0, len(self.timesteps) + 1)
 
     def set_timesteps(self) -> None:
@@ -60,21 +60,16 @@ class Loop:
 def measure_candidate(
     denoiser: nn.Module, arguments: dict[str, Any], candidate: Candidate, setting: Setting
 ) -> dict[str, Any]:
-    """One record: milliseconds by phase and over the schedule, launches of a call, peak memory."""
+    """A record: milliseconds by phase and of whole schedules, launches per call, peak memory."""
     device = next(denoiser.parameters()).device
     loop = Loop(setting.steps)
     api.remove(denoiser)
     uncompile(denoiser)
     torch.compiler.reset()
     if device.type != "cpu":
-        # Of what ran before, which the peak would count.
+        # The peak would include what ran before.
         free_memory(device)
-
-    def call() -> None:
-        with torch.inference_mode():
-            denoiser(**arguments, return_dict=False)
-
-    phases = candidate.phases(setting.steps)
+    call, phases = caller(denoiser, arguments), candidate.phases(setting.steps)
     try:
         api.apply(denoiser, candidate.techniques, scheduler=loop)
         expect_usual_errors(denoiser)
@@ -86,7 +81,7 @@ def measure_candidate(
         times = _time_phases(loop, call, phases, device, setting)
         if reasons := unrecorded(denoiser):
             raise TokenMergeError(
-                f"{candidate.label} cannot be timed in mode {setting.mode!r}: calls cannot be recorded as CUDA graphs "
+                f"{candidate.label} cannot be timed in mode {setting.mode!r}: CUDA graphs cannot record its calls "
                 f"({reasons[0]}); use mode 'eager' or 'compiled'"
             )
         peak = peak_memory(device)
@@ -112,8 +107,18 @@ def measure_candidate(
     }
 
 
+def caller(denoiser: nn.Module, arguments: dict[str, Any]) -> Callable[[], None]:
+    """A function that calls a denoiser with these arguments."""
+
+    def call() -> None:
+        with torch.inference_mode():
+            denoiser(**arguments, return_dict=False)
+
+    return call
+
+
 def expect_usual_errors(denoiser: nn.Module) -> None:
-    """Let Hold take the steps that a timeline expects: weights and inputs may be random, and show other errors."""
+    """Make Hold follow the expected timeline. Weights and inputs may be random, with unusual errors."""
     known = vars(denoiser).get(APPLIED)
     if known is not None and known.holding is not None:
         known.holding.errors.assumed = USUAL_BEND
@@ -122,8 +127,8 @@ def expect_usual_errors(denoiser: nn.Module) -> None:
 def _time_phases(
     loop: Loop, call: Callable[[], None], phases: list[str], device: torch.device, setting: Setting
 ) -> dict[str, list[float]]:
-    """Milliseconds of every phase. Each image visits a step of each phase and skips the rest."""
-    # Where nothing is renewed one image goes on: making maps anew would let the device run dry before a lap.
+    """Milliseconds of every lap, by phase. Each image visits one step per phase and skips the rest."""
+    # With a single phase, one image goes on: new maps would let the device run dry before each lap.
     anew = len(set(phases)) > 1
     visited = visits(phases) if anew else {0: phases[0]}
     if not anew:
@@ -139,7 +144,7 @@ def _time_phases(
             loop.step()
 
     began, turns = time.perf_counter(), 0
-    # The first call of a kind runs as it is, and the second is recorded.
+    # CUDA graphs record the second call of a kind.
     least = max(setting.warmups, 2) if "graph" in setting.mode else setting.warmups
     while turns < least or time.perf_counter() - began < setting.settle:
         timed(lambda: turn(_watches(phases, device)), device)
@@ -155,7 +160,7 @@ def _watches(phases: Iterable[str], device: torch.device) -> dict[str, Stopwatch
 
 
 def begin_image(loop: Loop, call: Callable[[], None], steps: int) -> None:
-    """An image up to, and without, the step of this number."""
+    """Begin an image and run its first `steps` steps."""
     loop.set_timesteps()
     for _ in range(steps):
         call()
@@ -163,7 +168,7 @@ def begin_image(loop: Loop, call: Callable[[], None], steps: int) -> None:
 
 
 def reach(loop: Loop, call: Callable[[], None], phases: Sequence[str], step: int) -> None:
-    """Begin an image and go on to a step. Of those before it, only what later ones depend on runs."""
+    """Begin an image and advance to `step`. Of the steps before it, run only those that later ones need."""
     loop.set_timesteps()
     for each in range(step):
         if is_needed(each, phases):
@@ -172,7 +177,7 @@ def reach(loop: Loop, call: Callable[[], None], phases: Sequence[str], step: int
 
 
 def _launches(loop: Loop, call: Callable[[], None], phases: list[str]) -> int:
-    """Kernels, copies and fills of a typical step."""
+    """The number of kernels, copies and fills that a typical step launches."""
     from torch.profiler import ProfilerActivity, profile
 
     reach(loop, call, phases, typical_step(phases))

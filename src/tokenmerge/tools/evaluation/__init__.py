@@ -1,1 +1,1 @@
-"""Compare techniques by time and quality, on many prompts and seeds."""
+"""Compares techniques by time and quality, over many prompts and seeds."""

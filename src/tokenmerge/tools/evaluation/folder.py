@@ -1,16 +1,16 @@
-"""What an evaluation keeps, and where. Every file is there whole or not at all, so what is there is done.
+"""The files of an evaluation. Each is written whole or not at all, so a file that exists is done.
 
-run.json                      what was asked for; going on with something else is refused
+run.json                      the settings; a run with other settings may not continue
 images/CONFIG/SAMPLE.png      pictures
 values/CONFIG/SAMPLE.json     metrics of one picture
 features/CONFIG/SAMPLE.npy    Inception features, for metrics of sets
-reference/NAME.npy            the same of the photographs given with --reference
-sets/CONFIG.json              metrics of sets, also without a tenth of the prompts at a time
+reference/NAME.npy            features of the photographs given with --reference
+sets/CONFIG.json              metrics of sets: of the whole set, then without a tenth of the prompts at a time
 kinds/CONFIG.json             how many steps of a picture were full, merged, held or skipped
-work/CONFIG/SAMPLE.json       operations of the denoiser in one picture, and the PSNR that Hold estimates of it
+work/CONFIG/SAMPLE.json       operations of the denoiser in one picture, and Hold's estimate of its PSNR
 calibration.json              what the mag cache decides by
 timing/CONFIG/LAP.json        seconds and memory of one timed batch
-metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all of these at the end
+metrics.jsonl, results.jsonl, table.md, table.csv, report.html, plots/    made from all other files at the end
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..drawing.request import slug
 from ..files import PARTIAL, check_folder, to_json, write_file, write_text
 from ..typed import PLAIN, Configuration
 
-# Files that are taken for done where they are found.
+# Files that count as done if they exist.
 _DONE = (
     "images/*/*.png",
     "values/*/*.json",
@@ -44,15 +44,15 @@ _DONE = (
     "work/*/*.json",
     "timing/*/*.json",
 )
-# What to do about one that is damaged.
-_MAKE_ANEW = "delete it, and go on with --resume"
-# Names that a message lists before it counts the rest.
+# How to replace a damaged file.
+_MAKE_ANEW = "delete it, and continue with --resume"
+# Messages list so many names, and count the rest.
 _LISTED = 6
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture of every configuration: a prompt, by its place in the list, and a seed."""
+    """A prompt, its place in the list, and a seed: one picture of every configuration."""
 
     place: int
     prompt: str
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Folder:
-    """Paths of an evaluation."""
+    """The folder of an evaluation, and the paths in it."""
 
     root: Path
 
@@ -105,11 +105,11 @@ class Folder:
         return self.root / "run.json"
 
     def begun(self) -> dict[str, Any] | None:
-        """What was asked for here before."""
+        """The settings of an earlier run in this folder."""
         if not self._record.is_file():
             return None
-        before = read_json(self._record, "it says how all else here was made: give another --out")
-        # It kept one config each, and not a list of techniques.
+        before = read_json(self._record, "it says how all other files here were made: give another --out")
+        # Version 0.1 kept one config per configuration instead of a list of techniques.
         if any(isinstance(config, dict) for config in before.get("configurations", {}).values()):
             raise TokenMergeError(
                 f"{self.root} holds an evaluation of tokenmerge 0.1, whose techniques had other names and fields; "
@@ -118,19 +118,21 @@ class Folder:
         return before
 
     def begin(self, settings: dict[str, Any], resume: bool) -> dict[str, Any]:
-        """Keep what was asked for; or, to go on, see that it is what was asked for before. Returns what is kept."""
-        # As they will be read: JSON has neither tuples nor infinities.
+        """Write the settings, after a check that those of an earlier run agree. Returns what is written."""
+        # Compare what will be read again: JSON has neither tuples nor infinities.
         settings = json.loads(to_json(settings))
         before = self.begun()
         if before is None and any(any(self.root.glob(files)) for files in _DONE):
             raise TokenMergeError(
-                f"{self.root} holds files of an evaluation, and no run.json that says how they were made; give another "
+                f"{self.root} holds files of an evaluation, but no run.json that says how they were made; give another "
                 "--out"
             )
         if before is None and resume:
             tell_new(self.root)
         if before is not None and not resume:
-            raise TokenMergeError(f"{self.root} holds an evaluation; add --resume to go on with it, or another --out")
+            raise TokenMergeError(
+                f"{self.root} holds an evaluation; add --resume to continue it, or give another --out"
+            )
         if before is not None:
             settings = _joined(before, settings, self.root)
         for left_over in self.root.rglob(f"*{PARTIAL}"):
@@ -140,39 +142,39 @@ class Folder:
 
 
 def _joined(before: dict[str, Any], now: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The settings of an evaluation that goes on: nothing may differ, but networks, timed batches and the pictures with
-    more steps may come in addition, and commits, since not every one touches what pictures depend on; all are kept."""
-    commits = [item["environment"].pop("commit", None) for item in (before, now)]
-    told = ", ".join(dict.fromkeys(part for commit in commits if commit for part in commit.split(", ")))
+    """The settings of a resumed evaluation. They must agree, except that networks, timed batches and the pictures with
+    more steps may be added. Commits may differ, as few of them affect pictures: all are kept."""
+    found = [item["environment"].pop("commit", None) for item in (before, now)]
+    commits = ", ".join(dict.fromkeys(part for commit in found if commit for part in commit.split(", ")))
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if name == "repeats" and (old or 0) <= (new or 0):
             continue
         if name == "reference_steps" and not old:
             continue
-        other = None
+        changed = None
         if name == "configurations":
             old, new = _by_technique(old or {}), _by_technique(new or {})
-            other = _other_list(old, new)
-        other = other or _difference(name, old, new, may_grow=name == "networks")
-        if other:
-            raise TokenMergeError(f"{root} was begun {other}; ask for the same, or give another --out")
-    return {**now, "environment": {**now["environment"], **({"commit": told} if told else {})}}
+            changed = _other_labels(old, new)
+        changed = changed or _difference(name, old, new, may_grow=name == "networks")
+        if changed:
+            raise TokenMergeError(f"{root} was begun {changed}; ask for the same, or give another --out")
+    return {**now, "environment": {**now["environment"], **({"commit": commits} if commits else {})}}
 
 
 def _by_technique(configurations: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Techniques by their names, by which differences are told."""
+    """Techniques by name, so that messages can name a difference."""
     return {label: {each["technique"]: each for each in listed} for label, listed in configurations.items()}
 
 
-def _other_list(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """How the names of configurations differ."""
+def _other_labels(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """How the labels of configurations differ."""
     added = [label for label in new if label not in old]
     left_out = [label for label in old if label not in new]
-    told = [f"{_listed(added)} {'was' if len(added) == 1 else 'were'} not among them"] if added else []
-    told += [f"{_listed(left_out)} {'is' if len(left_out) == 1 else 'are'} left out now"] if left_out else []
+    changes = [f"{_listed(added)} {'was' if len(added) == 1 else 'were'} not among them"] if added else []
+    changes += [f"{_listed(left_out)} {'is' if len(left_out) == 1 else 'are'} left out now"] if left_out else []
     begun = [label for label in old if label != PLAIN] or [PLAIN]
-    return f"with {_listed(begun)}; {', and '.join(told)}" if told else None
+    return f"with {_listed(begun)}; {', and '.join(changes)}" if changes else None
 
 
 def _listed(labels: list[str]) -> str:
@@ -181,7 +183,7 @@ def _listed(labels: list[str]) -> str:
 
 
 def _difference(name: str, old: Any, new: Any, *, may_grow: bool = False) -> str | None:
-    """How two values differ, first of all, by the innermost name that has another. may_grow: by new names."""
+    """The first difference of two values, by its innermost name. may_grow: new names are no difference."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else f"with {name} {_short(old)}, not {_short(new)}"
     for key in dict.fromkeys((*old, *new)):
@@ -189,9 +191,9 @@ def _difference(name: str, old: Any, new: Any, *, may_grow: bool = False) -> str
             return f"with {name} {key}, which is left out now"
         if key not in old and not may_grow:
             return f"without {name} {key}"
-        told = _difference(f"{name} {key}", old[key], new[key]) if key in old else None
-        if told:
-            return told
+        inner = _difference(f"{name} {key}", old[key], new[key]) if key in old else None
+        if inner:
+            return inner
     return None
 
 
@@ -201,14 +203,13 @@ def _short(value: Any) -> str:
 
 
 def tell_new(out: Path) -> None:
-    """To those who would go on where nothing is: the folder may be misspelt."""
-    print(f"tokenmerge: {out} holds nothing yet: begins anew", file=sys.stderr)
+    """Say that there is nothing to resume: the name of the folder may be misspelt."""
+    print(f"tokenmerge: {out} holds nothing yet; starting from the beginning", file=sys.stderr)
 
 
 def interrupted(out: Path) -> KeyboardInterrupt:
-    """An interrupt that tells how to go on, where there is something to go on with."""
-    told = [f"what was made is kept in {out}; go on with --resume"] if out.is_dir() else []
-    return KeyboardInterrupt(*told)
+    """An interrupt that says how to continue, if there is anything to continue."""
+    return KeyboardInterrupt(*([f"finished files are kept in {out}; continue with --resume"] if out.is_dir() else []))
 
 
 def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
@@ -219,15 +220,20 @@ def read_json(path: Path, way_out: str = _MAKE_ANEW) -> dict[str, Any]:
     return content
 
 
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if there is none."""
+    return read_json(path) if path.is_file() else {}
+
+
 def save_features(path: Path, features: Tensor) -> None:
-    """fp32 [d]."""
+    """Write the features fp32 [d] of a picture."""
     buffer = io.BytesIO()
     np.save(buffer, features.numpy())
     write_file(path, lambda file: file.write(buffer.getbuffer()))
 
 
 def read_features(paths: list[Path]) -> Tensor:
-    """[n, d]."""
+    """The features of pictures, [n, d]."""
     rows = []
     for path in paths:
         try:
@@ -238,7 +244,7 @@ def read_features(paths: list[Path]) -> Tensor:
 
 
 def read_picture(path: Path) -> Tensor:
-    """uint8 [H, W, 3]."""
+    """The pixels of a picture, uint8 [H, W, 3]."""
     try:
         with Image.open(path) as picture:
             return to_tensor(picture)

@@ -1,9 +1,9 @@
-"""`tokenmerge metrics`: the metrics for two folders of pictures."""
+"""`tokenmerge metrics`: compares two folders of pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..files import finite
 from ..loading import best_device
 from ..quality.metrics import BY_NAME, Choice, Meter, Picture, choose_metrics
 from ..quality.networks import Sources
-from ..quality.statistics import Estimate, estimate, jackknife, without_parts
+from ..quality.statistics import Estimate, estimate, grouped, jackknife
 from .folder import read_picture
 from .table import figure
 
@@ -25,21 +25,19 @@ _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of two folders, and of every pair of pictures in them."""
+    """Figures of two folders, and of every picture."""
 
     estimates: dict[str, Estimate]
     pictures: dict[str, dict[str, float]]
     missing: tuple[str, ...]
     counts: tuple[int, int]
-    by_prompt: bool  # whether intervals take the pictures of a prompt together
+    by_prompt: bool  # whether the pictures of a prompt count as one sample in intervals
 
     def to_dict(self) -> Any:
         return finite(
             {
                 "counts": {"reference": self.counts[0], "test": self.counts[1]},
-                "metrics": {
-                    name: {"mean": value.mean, "interval": value.interval} for name, value in self.estimates.items()
-                },
+                "metrics": {name: asdict(value) for name, value in self.estimates.items()},
                 "intervals_over": "prompts" if self.by_prompt else "pictures",
                 "pictures": self.pictures,
                 "missing": list(self.missing),
@@ -55,16 +53,12 @@ class Comparison:
         text = table(["metric", "value", "better", "meaning"], rows)
         text += f"\n\n{counted(self.counts[1], 'picture')} against {self.counts[0]}"
         if any(value.interval is not None for value in self.estimates.values()):
-            text += f"; +- is the 95 % interval of confidence, which {self._evidence()}"
+            text += "; +- is the 95 % confidence interval. " + (
+                "All pictures of a prompt count as one sample"
+                if self.by_prompt
+                else "Every picture counts as independent; if some share a prompt, give --prompts with one per picture"
+            )
         return "\n".join([f"{text}.", *self.missing])
-
-    def _evidence(self) -> str:
-        """What intervals take for independent."""
-        if self.by_prompt:
-            return "takes the pictures of a prompt together"
-        return (
-            "counts every picture as independent; if some are of one prompt, give --prompts with one for each picture"
-        )
 
 
 def compare_folders(
@@ -77,10 +71,10 @@ def compare_folders(
     device: str | None = None,
     threads: int = 1,
 ) -> Comparison:
-    """`test` against `reference`, paired by file name without ending; for metrics of sets alone pairs are not needed.
+    """Compare `test` with `reference`, paired by file name without its ending. Metrics of sets need no pairs.
 
-    prompts: one for each picture of `test` in the order of their names, for the CLIP score and for intervals, which
-    take the pictures of a prompt together. Without them every picture counts as independent.
+    prompts: one per picture in `test`, in the order of names. The CLIP score needs them, and in intervals all pictures
+    of a prompt count as one sample. Without prompts every picture counts as independent.
     """
     place = best_device(device)
     torch.set_num_threads(threads)
@@ -97,20 +91,16 @@ def compare_folders(
         values[path.name] = _measured(meter, choice, shown, original, prompts[number] if prompts else None)
         if choice.of_kind("set"):
             features.append(meter.features(shown))
-    groups: dict[Any, list[str]] = {}
-    for path, prompt in zip(tests, prompts or tests, strict=True):
-        groups.setdefault(prompt, []).append(path.name)
+    keys: Sequence[Hashable] = prompts or tests
     estimates = {
-        metric.name: estimate([[values[name][metric.name] for name in names] for names in groups.values()])
+        metric.name: estimate(grouped(keys, [each[metric.name] for each in values.values()]))
         for metric in choice.metrics
         if metric.kind != "set"
     }
     if choice.of_kind("set"):
         wanted = torch.stack([meter.features(Picture(read_picture(path))) for path in originals])
-        given = torch.stack(features)
-        sets = [given, *(given[left] for left in without_parts(prompts or tests))]
         for metric in choice.of_kind("set"):
-            whole, *without = [meter.of_sets(metric, wanted, each) for each in sets]
+            whole, *without = meter.of_parts(metric, wanted, torch.stack(features), keys)
             estimates[metric.name] = jackknife(whole, without)
     counts = (len(originals), len(tests))
     return Comparison(estimates, values, tuple(choice.missing_lines()), counts, prompts is not None)
@@ -119,7 +109,7 @@ def compare_folders(
 def _measured(
     meter: Meter, choice: Choice, shown: Picture, original: Path | None, prompt: str | None
 ) -> dict[str, float]:
-    """The metrics of one picture, against its original and its prompt."""
+    """The metrics of one picture with its original and its prompt."""
     found = {}
     if original is not None:
         reference = Picture(read_picture(original))
@@ -128,7 +118,7 @@ def _measured(
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The pictures of a folder, by name."""
+    """The pictures in a folder, sorted by name without ending."""
     if not folder.is_dir():
         raise TokenMergeError(f"{folder} is not a folder; give one that holds pictures")
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _ENDINGS)
@@ -137,19 +127,19 @@ def list_pictures(folder: Path) -> list[Path]:
     stems: dict[str, Path] = {}
     for path in found:
         if path.stem in stems:
-            raise TokenMergeError(f"{path} and {stems[path.stem].name} have one name; rename one of them")
+            raise TokenMergeError(f"{path} and {stems[path.stem].name} have the same name; rename one of them")
         stems[path.stem] = path
     return [stems[stem] for stem in sorted(stems)]
 
 
 def _objections(originals: Sequence[Path], tests: Sequence[Path], prompts: Sequence[str] | None) -> dict[str, str]:
-    """Kinds of metrics that these folders cannot have, with why."""
+    """The kinds of metrics that these folders rule out, with reasons."""
     reasons: dict[str, str] = {}
     if prompts is None:
-        reasons["text"] = "it needs --prompts FILE, with one for each picture in the order of their names"
+        reasons["text"] = "it needs --prompts FILE, with one per picture in the order of names"
     elif len(prompts) != len(tests):
         raise TokenMergeError(
-            f"{counted(len(prompts), 'prompt')} for {counted(len(tests), 'picture')}; give one for each"
+            f"{counted(len(prompts), 'prompt')} for {counted(len(tests), 'picture')}; give one per picture"
         )
     if min(len(originals), len(tests)) < 2:
         reasons["set"] = "it needs two pictures or more in each folder"
@@ -162,8 +152,8 @@ def _check_pairs(reference: Path, test: Path, originals: Sequence[Path], tests: 
         name = min(first ^ second)
         place = test if name in first else reference
         raise TokenMergeError(
-            f"{len(first ^ second)} pictures have no partner, first {name!r}, which {place} lacks; "
-            "add it, or compare sets alone with --metrics fid,kid"
+            f"{len(first ^ second)} pictures have no partner, first {name!r}, which is missing in {place}; "
+            "add it, or compare only sets with --metrics fid,kid"
         )
     for one, two in zip(originals, tests, strict=True):
         sizes = [_size(path) for path in (one, two)]

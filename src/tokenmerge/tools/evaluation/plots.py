@@ -1,5 +1,5 @@
-"""Quality against the time of the denoiser, as in the paper's Figure 5: a line for each series of configurations, and a
-point for each ratio, `every` or threshold in it."""
+"""Plots quality against denoiser time, as in the paper's Figure 5: a line per series of configurations, with a point
+for each ratio, `every` or threshold."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ from ..typed import PLAIN, Configuration
 from .results import Results, Row
 from .table import conditions
 
-# The first eight are told apart by people who see colours differently (Okabe and Ito); the others are far from those
-# and from each other.
+# The first eight follow Okabe and Ito, for all kinds of colour vision. The others differ clearly from all before them.
 _FIRST = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B8A600")
 _COLOURS = (*_FIRST, "#80001A", "#5A49F2", "#658026", "#C200F2", "#CCA770", "#0032A6", "#800073", "#004D40")
-# In print too: as many markers as half of the colours, filled for the first half and hollow for the second.
+# For print: half as many markers as colours, filled for the first half and hollow for the second.
 _MARKERS = "osD^vPX*"
 _LINES = ("-", "--", ":")
-# Where a number may stand beside its point, the best place first: points across, points up, alignment.
+# Places for a number beside its point, the best first: points across, points up, alignment.
 _PLACES = ((6, 5, "left"), (6, -12, "left"), (-6, 5, "right"), (-6, -12, "right"))
-_HEADING: dict[str, Any] = {"fontsize": 10, "x": 0.01, "ha": "left"}
-# A longer legend would hide points, and goes beside the plot.
+# The place of a legend beside its plot.
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+# With more series, the legend goes beside the plot, where it hides no points.
 _MOST_INSIDE = 5
-# More or longer entries would leave no place for the plot itself.
+# More or longer entries would leave no room for the plot.
 _MOST_BESIDE = 24
 _LONGEST_ENTRY = 60
 
 
 def check_plots() -> None:
-    """Refuse before hours of work what would fail after them."""
+    """Refuse early, before hours of work, if plots could not be drawn."""
     if find_spec("matplotlib") is None:
         raise TokenMergeError("plots need matplotlib: pip install tokenmerge[eval]")
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
-    """One plot for each metric that some configuration beside the plain one has a figure of; none where nothing was
-    timed, since then there is nothing to set quality against."""
+    """One plot per metric that was measured beside the plain model; none if nothing was timed."""
     if not all(row.denoiser_seconds for row in results.rows):
         return []
-    # In the order that they were asked for.
-    series = {row.configuration.series: None for row in results.rows[1:]}
+    series = dict.fromkeys(row.configuration.series for row in results.rows[1:])
     styles = {name: series_style(place) for place, name in enumerate(series)}
     paths = []
     for metric in results.metrics:
-        if any(_point(row, metric) for row in results.rows[1:]):
+        if any(_has_point(row, metric) for row in results.rows[1:]):
             path = folder / f"{metric.name}.png"
             save_plot(_draw(results, metric, styles), path)
             paths.append(path)
@@ -59,16 +57,16 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
 
 
 def series_style(place: int) -> dict[str, Any]:
-    """How the series at a place is drawn; no two of 128 are the same."""
+    """The style of the series at a place; no two of 128 are the same."""
     colour, turn = _COLOURS[place % len(_COLOURS)], place // len(_MARKERS)
-    # Every turn over all colours begins with another marker.
+    # Every round of colours begins with another marker.
     marker = _MARKERS[(place + place // len(_COLOURS)) % len(_MARKERS)]
     filled = colour if turn % 2 == 0 else "white"
     return {"color": colour, "marker": marker, "markerfacecolor": filled, "linestyle": _LINES[turn % len(_LINES)]}
 
 
 def new_plot(width: float = 6.4) -> tuple[Any, Any]:
-    """An empty figure, so many inches wide, and its axes."""
+    """An empty figure of this width in inches, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -82,20 +80,20 @@ def new_plot(width: float = 6.4) -> tuple[Any, Any]:
 
 
 def save_plot(drawn: Any, path: Path) -> None:
-    """A figure as a PNG of few colours, a third of the size."""
+    """Write a figure as a PNG with few colours, a third of the size."""
     drawn.canvas.draw()
     picture = Image.fromarray(np.asarray(drawn.canvas.buffer_rgba())).convert("RGB").quantize(96)
     write_file(path, lambda file: picture.save(file, format="PNG", optimize=True))
 
 
 def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -> Any:
-    """The figure of a metric."""
+    """The plot of a metric."""
     crowded = len(styles) > _MOST_INSIDE
     drawn, axes = new_plot(8.6 if crowded else 6.4)
     entries = dict(zip(styles, _entries(list(styles)), strict=True))
     numbers = []
     for name, style in styles.items():
-        rows = [row for row in results.rows[1:] if row.configuration.series == name and _point(row, metric)]
+        rows = [row for row in results.rows[1:] if row.configuration.series == name and _has_point(row, metric)]
         if rows:
             numbers += _draw_series(axes, rows, metric, {**style, "label": entries[name]})
     _mark_plain(axes, results, metric)
@@ -105,17 +103,21 @@ def _draw(results: Results, metric: Metric, styles: dict[str, dict[str, Any]]) -
     better = "higher" if metric.higher_is_better else "lower"
     axes.set_ylabel(f"{metric.title}, {better} is better")
     merges = any("ratio" in row.configuration.knobs for row in results.rows)
-    told = "; numbers are ratios" if merges else ""
-    drawn.suptitle(f"{metric.title}: {metric.meaning}{told}", **_HEADING)
-    axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    legend = axes.legend(fontsize=8, frameon=False, **(beside if crowded else {}))
+    legend = label_plot(drawn, axes, results, metric, "; numbers are ratios" if merges else "", beside=crowded)
     spread_numbers(drawn, axes, numbers, legend)
     return drawn
 
 
+def label_plot(drawn: Any, axes: Any, results: Results, metric: Metric, hint: str = "", *, beside: bool) -> Any:
+    """Add the headings of a plot, and the legend, which is returned. hint: how to read the plot. beside: put the legend
+    beside the plot."""
+    drawn.suptitle(f"{metric.title}: {metric.meaning}{hint}", fontsize=10, x=0.01, ha="left")
+    axes.set_title(conditions(results), fontsize=8, color="#555555", loc="left")
+    return axes.legend(fontsize=8, frameon=False, **(BESIDE if beside else {}))
+
+
 def _draw_series(axes: Any, rows: list[Row], metric: Metric, style: dict[str, Any]) -> list[Any]:
-    """One line, and what is written beside its points."""
+    """Draw one series, and return the numbers beside its points."""
     rows = sorted(rows, key=lambda row: tuple(row.configuration.knobs.values()))
     across = [row.denoiser_seconds for row in rows]
     up = [row.estimates[metric.name].mean for row in rows]
@@ -130,19 +132,19 @@ def _draw_series(axes: Any, rows: list[Row], metric: Metric, style: dict[str, An
 
 
 def point_text(configuration: Configuration) -> str:
-    """What is written beside a point: its ratio, its `every`, its threshold."""
+    """The label of a point: its ratio, its `every`, its threshold."""
     knobs = configuration.knobs.items()
     return ", ".join(f"{value:g}" if name == "ratio" else f"{name} {value:g}" for name, value in knobs)
 
 
 def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> None:
-    """Move numbers away from points, the legend and each other; those that find no place are left out."""
+    """Move numbers away from points, the legend and each other, and hide those without a free place."""
     from matplotlib.transforms import Bbox
 
-    # What lies where is known once the plot is laid out.
+    # Positions are known once the plot is laid out.
     drawn.draw_without_rendering()
     points = axes.transData.transform([number.xy for number in numbers]) if numbers else []
-    # As large as half a marker, so that a number may touch its own point.
+    # Half the size of a marker, so that a number may touch its own point.
     taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in points]
     taken.append(legend.get_window_extent())
     for number in numbers:
@@ -157,18 +159,17 @@ def spread_numbers(drawn: Any, axes: Any, numbers: list[Any], legend: Any) -> No
 
 
 def _entries(names: list[str]) -> list[str]:
-    """What a legend calls each of `names`: long ones are cut, and of too many the last stay without, which the one
-    before them tells."""
+    """Legend entries for `names`. Long names are cut. If there are too many, the last entry counts the rest."""
     entries = [name if len(name) <= _LONGEST_ENTRY else f"{name[: _LONGEST_ENTRY - 4]} ..." for name in names]
     left = len(names) - _MOST_BESIDE
     if left > 0:
-        # matplotlib leaves out what begins with an underscore.
+        # matplotlib leaves out entries that begin with an underscore.
         entries[_MOST_BESIDE - 1 :] = [f"and {left + 1} more", *["_"] * left]
     return entries
 
 
 def _mark_plain(axes: Any, results: Results, metric: Metric) -> None:
-    """The plain model: a point where it has a figure, else a line at its time."""
+    """Mark the plain model: a point and a line at its figure, or else a line at its time."""
     plain = results.rows[0]
     style = {"color": "#777777", "linestyle": "--", "linewidth": 1, "label": f"{PLAIN} (plain)"}
     if (value := plain.estimates.get(metric.name)) is not None:
@@ -179,15 +180,14 @@ def _mark_plain(axes: Any, results: Results, metric: Metric) -> None:
 
 
 def _limits(results: Results, metric: Metric) -> tuple[float, float]:
-    """From the lowest mean to the highest and a bit more: intervals of few prompts would press all points together,
-    and may leave the plot."""
-    means = [row.estimates[metric.name].mean for row in results.rows if _point(row, metric)]
+    """The range of means, with a margin. Wide intervals may leave the plot: they would squeeze the points together."""
+    means = [row.estimates[metric.name].mean for row in results.rows if _has_point(row, metric)]
     low, high = min(means), max(means)
     margin = 0.25 * (high - low) or 0.1 * abs(high) or 1.0
-    # No figure that is never below zero is drawn as if it could be.
+    # If no mean is negative, the plot does not go below zero.
     return low - margin if low < 0 else max(0.0, low - margin), high + margin
 
 
-def _point(row: Row, metric: Metric) -> bool:
+def _has_point(row: Row, metric: Metric) -> bool:
     value = row.estimates.get(metric.name)
     return value is not None and math.isfinite(value.mean)

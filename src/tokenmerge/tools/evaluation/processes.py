@@ -1,4 +1,4 @@
-"""The processes that share an evaluation, however many there are: `accelerate launch` or `torchrun` starts them."""
+"""One or more processes that share an evaluation; `accelerate launch` or `torchrun` starts them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ...errors import TokenMergeError
 
 Item = TypeVar("Item")
 
-# Processes wait for each other for as long as the slowest needs.
+# However long the slowest process takes, the others wait.
 _PATIENCE = timedelta(days=30)
 
 
 class Processes:
-    """Which of them this is, what its share is, and how it waits for the others."""
+    """This process among all: its index, its share of the work, and ways to wait for the others."""
 
     def __init__(self) -> None:
         try:
             from accelerate import PartialState
         except ImportError as error:
             raise TokenMergeError("eval needs accelerate: pip install tokenmerge[eval]") from error
-        # They only wait for each other, which the CPU can do: so more of them than there are GPUs may share one.
+        # Processes only wait for each other, which the CPU can do. So several may share a GPU.
         self._state = PartialState(cpu=True, timeout=_PATIENCE)
         self.count: int = self._state.num_processes
         self.index: int = self._state.process_index
-        # Among those on this machine.
+        # The index among the processes on this machine.
         self.local_index: int = self._state.local_process_index
 
     @property
@@ -37,14 +37,14 @@ class Processes:
         return self.index == 0
 
     def wait(self) -> None:
-        """Until every process is here."""
-        # accelerate's own would wait on the GPU whose number is this process's, which need not exist.
+        """Wait until every process is here."""
+        # accelerate would wait on the GPU with the number of this process, which may not exist.
         if self.count > 1:
             torch.distributed.barrier()
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first process does what follows, then the others."""
+        """The first process runs the body first, then all others do."""
         if not self.is_first:
             self.wait()
         yield
@@ -52,7 +52,7 @@ class Processes:
             self.wait()
 
     def share_of(self, items: Sequence[Item]) -> list[Item]:
-        """What this process has to do of them."""
+        """The items that this process handles."""
         return list(items[self.index :: self.count])
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluation leaves for people and programs: JSON lines, Markdown, CSV, plots and a page for the browser."""
+"""Writes the results of an evaluation: JSON lines, Markdown, CSV, plots and a page for the browser."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..files import to_json, write_text
+from .folder import Sample
 from .plots import write_plots
 from .results import Results, Row
 from .table import cells, comma_separated, markdown, notes
@@ -28,7 +29,7 @@ th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; }
 td small { color: var(--grey); }
 figure:first-child { position: sticky; left: 0; background: var(--paper); }
-/* Names, pictures and captions in a row each, however long the names are. */
+/* One row each for names, pictures and captions, however long the names are. */
 .strip { display: grid; grid-auto-flow: column; grid-auto-columns: 16rem; grid-template-rows: repeat(3, auto);
          gap: 0 .8rem; overflow-x: auto; padding-bottom: .6rem; }
 figure { margin: 0; display: grid; grid-row: span 3; grid-template-rows: subgrid; }
@@ -41,7 +42,7 @@ dd { margin: 0; }
 
 
 def write_report(results: Results, out: Path) -> None:
-    """Every file that is made from all results; each is written anew."""
+    """Write, or rewrite, every file that depends on all results."""
     write_text(out / "metrics.jsonl", "".join(_picture_lines(results)))
     write_text(out / "results.jsonl", "".join(to_json(line) for line in _result_lines(results)))
     write_text(out / "table.md", markdown(results))
@@ -54,16 +55,13 @@ def _picture_lines(results: Results) -> Iterable[str]:
     for row in results.rows:
         for sample in results.samples:
             label = row.configuration.label
-            image = results.folder.image(row.configuration, sample).relative_to(results.folder.root)
-            yield to_json(
-                {
-                    "label": label,
-                    "prompt": sample.prompt,
-                    "seed": sample.seed,
-                    "image": image.as_posix(),
-                    **results.values[label, sample],
-                }
-            )
+            line = {"label": label, "prompt": sample.prompt, "seed": sample.seed, "image": _image(results, row, sample)}
+            yield to_json({**line, **results.values[label, sample]})
+
+
+def _image(results: Results, row: Row, sample: Sample) -> str:
+    """The path of a picture in the folder of the evaluation."""
+    return results.folder.image(row.configuration, sample).relative_to(results.folder.root).as_posix()
 
 
 def _result_lines(results: Results) -> Iterable[dict[str, object]]:
@@ -118,7 +116,7 @@ def _html_table(results: Results) -> str:
 
 
 def _shown(results: Results) -> list[Row]:
-    """All rows, and after the plain one the plain pictures with more steps, if there are any."""
+    """All rows; after the plain one, the plain pictures with more steps, unless they are a row already."""
     plain, *others = results.rows
     fine = Row(fine_pictures(results.reference_steps), {}, None, {}) if results.distance else None
     if fine is None or fine.configuration.what in [row.configuration.what for row in others]:
@@ -128,19 +126,18 @@ def _shown(results: Results) -> list[Row]:
 
 def _figure(results: Results, row: Row, place: int) -> str:
     sample, label = results.samples[place], row.configuration.label
-    image = results.folder.image(row.configuration, sample).relative_to(results.folder.root)
-    # The pictures with more steps are a yardstick, and not measured.
+    # The pictures with more steps are a yardstick, and have no values.
     values = results.values.get((label, sample), {})
-    told = [
+    figures = [
         f"{metric.title} {values[metric.name]:.{min(metric.digits, 3)}f}"
         for metric in results.metrics
         if metric.name in values
     ]
     seed = f"seed {sample.seed}" if row.configuration.is_plain else ""
-    caption = html.escape(", ".join([part for part in (seed, *told) if part]))
+    caption = html.escape(", ".join([part for part in (seed, *figures) if part]))
     width, height = results.settings["size"]
     return (
         f'<figure><strong>{html.escape(label)}</strong><img loading="lazy" width="{width}" height="{height}" '
-        f'src="{quote(image.as_posix())}" alt="{html.escape(f"{sample.prompt}, {label}")}">'
+        f'src="{quote(_image(results, row, sample))}" alt="{html.escape(f"{sample.prompt}, {label}")}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )

@@ -1,21 +1,21 @@
-"""`tokenmerge eval`: make the pictures, time, measure, report; alone or split over processes.
+"""`tokenmerge eval`: draw pictures, time and measure them, and report; in one process or several.
 
-Every picture is made by itself, in a batch of one. Beside others a picture would differ: by rounding everywhere, and in
-models whose batches share destinations by what is merged. So a picture depends on its prompt, seed and configuration
-alone, and neither on how the work was split nor on what was left of it after an interruption. Time is measured apart,
-in batches.
+Every picture is drawn alone, in a batch of one. In a larger batch rounding differs, and some models share destinations
+over the batch. So a picture depends on its prompt, seed and configuration only, not on how the work was split or
+interrupted. Time is measured separately, in batches.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ... import api
 from ...errors import TokenMergeError
@@ -29,9 +29,8 @@ from ..loading import best_device
 from ..measure import counted_calls, environment, forget_peak_memory, free_memory, peak_memory, timed_calls
 from ..quality.metrics import BY_NAME, Choice, Meter, Metric, Picture, choose_metrics
 from ..quality.networks import Sources
-from ..quality.statistics import without_parts
 from ..typed import Configuration, default_techniques, read_configurations
-from .folder import Folder, Sample, interrupted, read_features, read_json, read_picture, save_features
+from .folder import Folder, Sample, interrupted, read_features, read_if_there, read_json, read_picture, save_features
 from .pairs import list_pictures
 from .plots import check_plots
 from .processes import Processes
@@ -44,35 +43,34 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Setup):
-    """What was asked for."""
+    """What to evaluate."""
 
-    techniques: Sequence[str | Configuration] | None = None  # as typed; without, those of the model's family
+    techniques: Sequence[str | Configuration] | None = None  # as typed; None: those of the model's family
     prompts: Sequence[str]
     seeds: Sequence[int] = (0,)
-    # Whether every prompt has one of the seeds to itself, in their order; else each has all of them.
-    paired: bool = False
+    paired: bool = False  # one seed per prompt, in order, instead of all seeds for each
     ratios: Sequence[float] | None = None
     metrics: Sequence[str] | None = None
     sources: Sources = field(default_factory=Sources)
     reference: Path | None = None
-    reference_steps: int | None = 0  # of the second yardstick; None is four times the steps, 0 leaves it out
+    reference_steps: int | None = 0  # steps of the second yardstick; None: four times the usual; 0: leave it out
     batch: int = 1
     repeats: int = 5
-    # Fixed, since sums round by it.
-    threads: int = 1
-    # Whether a configuration that the model refuses is told of in the report, and not an error.
-    tell_refused: bool = False
+    threads: int = 1  # fixed, since rounding depends on it
+    tell_refused: bool = False  # report configurations that the model refuses, instead of raising an error
 
     @property
     def samples(self) -> list[Sample]:
         seeds = [(seed,) for seed in self.seeds] if self.paired else [tuple(self.seeds)] * len(self.prompts)
-        each = enumerate(zip(self.prompts, seeds, strict=True))
-        return [Sample(place, prompt, seed) for place, (prompt, its) in each for seed in its]
+        prompts = enumerate(zip(self.prompts, seeds, strict=True))
+        return [Sample(place, prompt, seed) for place, (prompt, its) in prompts for seed in its]
 
 
 def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
-    """Do all that is not done yet in the folder `out`, and report. Results are the same for any number of processes
-    and interruptions, but for seconds and memory. The first process returns them."""
+    """Do what is not done yet in the folder `out`, and report. The first process returns the results.
+
+    Apart from seconds and memory, results do not depend on the number of processes or on interruptions.
+    """
     check_plots()
     folder = Folder(out)
     typed = None if task.techniques is None else read_configurations(task.techniques, task.ratios)
@@ -89,7 +87,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
         processes.wait()
         evaluation.make_pictures()
         processes.wait()
-        # By one process while the others rest, or they would be timed too.
+        # One process measures time while the others wait, as they would slow it down.
         if processes.is_first:
             evaluation.time()
         processes.wait()
@@ -109,7 +107,7 @@ def evaluate(task: Task, out: Path, *, resume: bool = False) -> Results | None:
 
 
 class Evaluation:
-    """The work of one process."""
+    """One process's part of an evaluation."""
 
     def __init__(self, task: Task, typed: Sequence[Configuration] | None, folder: Folder, processes: Processes) -> None:
         self.task = task
@@ -120,11 +118,11 @@ class Evaluation:
             device = f"cuda:{processes.local_index % torch.cuda.device_count()}"
         place = best_device(device)
         if place.type == "cuda":
-            # Kernels run on the current device, wherever their tensors are.
+            # Triton launches kernels on the current device, not on that of their tensors.
             torch.cuda.set_device(place)
         self.samples = task.samples
         self._photographs = list_pictures(task.reference) if task.reference else []
-        # The first process fetches what is not here yet, the others find it.
+        # The first process downloads missing files, and the others find them.
         with processes.first_alone():
             self.choice: Choice = choose_metrics(task.metrics, task.sources)
             if len(self.samples) < 2 or len(self._photographs) == 1:
@@ -132,17 +130,18 @@ class Evaluation:
             self._studio = Studio(task, place)
             if typed is None:
                 typed = read_configurations(default_techniques(self._studio.outline.family), task.ratios)
-            # Everything that can be refused is refused before hours of work.
-            self._refusals = self._refused(typed)
+            # Refuse whatever can be refused before hours of work.
+            self._refusals = self._refused(typed, self._studio.check)
             self._studio.pipe.set_progress_bar_config(disable=True)
-        self._refusals |= self._refused([item for item in typed if item.label not in self._refusals], loaded=True)
+        left = [item for item in typed if item.label not in self._refusals]
+        self._refusals |= self._refused(left, lambda each: self._studio.attempt(each, task.prompts[0]))
         self.configurations = tuple(item for item in typed if item.label not in self._refusals)
         self._fine_steps = self._steps_of_yardstick()
         self._fine_metrics = fine_metrics(self.choice.metrics, self._fine_steps) if self._fine_steps else ()
         self._fine = fine_pictures(self._fine_steps) if self._fine_metrics else None
 
     def _steps_of_yardstick(self) -> int:
-        """Of the plain pictures with more steps, or 0."""
+        """The number of steps of the second yardstick, or 0."""
         steps, given = self._studio.request.steps, self.task.reference_steps
         if given is not None and 0 < given <= steps:
             raise TokenMergeError(
@@ -150,15 +149,14 @@ class Evaluation:
             )
         return FINER * steps if given is None else given
 
-    def _refused(self, configurations: Sequence[Configuration], *, loaded: bool = False) -> dict[str, str]:
-        """Those that the model cannot have, with why, by what its config files tell or the loaded model."""
+    def _refused(
+        self, configurations: Sequence[Configuration], check: Callable[[Configuration], None]
+    ) -> dict[str, str]:
+        """The labels of configurations that `check` refuses, with reasons."""
         refusals: dict[str, str] = {}
         for each in configurations:
             try:
-                if loaded:
-                    self._studio.attempt(each, self.task.prompts[0])
-                else:
-                    self._studio.check(each)
+                check(each)
             except TokenMergeError as error:
                 if not self.task.tell_refused:
                     raise TokenMergeError(f"{each.label!r} is refused: {error}") from error
@@ -166,7 +164,7 @@ class Evaluation:
         return refusals
 
     def settings(self) -> dict[str, Any]:
-        """Everything that a figure of this evaluation depends on."""
+        """Everything that the figures of this evaluation depend on."""
         request = self._studio.request
         return {
             "model": self.task.model,
@@ -193,14 +191,14 @@ class Evaluation:
         }
 
     def calibrate(self) -> None:
-        """What some caches need to know of the plain model, from the first picture."""
+        """Measure what some caches need to know about the plain model, in the first picture."""
         if self.folder.calibration.is_file() or not is_calibrated(self.configurations):
             return
         self._studio.calibrate(self.samples[0].prompt, self.samples[0].seed)
         write_text(self.folder.calibration, to_json({"mag_ratios": self._studio.mag_ratios}))
 
     def make_pictures(self) -> None:
-        """This process's share of the pictures, each in a batch of one."""
+        """Draw this process's share of the pictures, each in a batch of one."""
         labels = {configuration.label for configuration in self.configurations}
         fine = [self._fine] if self._fine and self._fine.label not in labels else []
         for configuration in (*self.configurations, *fine):
@@ -209,7 +207,7 @@ class Evaluation:
             if not left:
                 continue
             self._configure(configuration)
-            # Until every kind of step has been compiled and recorded, other code runs.
+            # Until all kinds of step are compiled and recorded, other code runs, which rounds differently.
             for _ in range(warm_ups(self._studio.way) if self._studio.way else 0):
                 self._draw(left[0])
             for sample in self._progress(left, configuration.label):
@@ -220,20 +218,20 @@ class Evaluation:
         work, kinds = self.folder.work(configuration, sample), self.folder.kinds(configuration)
         known: dict[str, float | bool] = {}
         if self._studio.way:
-            # Replayed and compiled work cannot be counted.
+            # Operations in compiled blocks and replayed graphs cannot be counted.
             picture = self._draw(sample)
         else:
             with counted_calls(denoiser_of(self._studio.pipe)) as counter:
                 picture = self._draw(sample)
             known["operations"] = counter.operations
-        told = api.summary(self._studio.pipe)
-        if told.drift is not None:
-            known |= {ESTIMATED: told.drift.psnr, CALIBRATED: told.drift.calibrated}
-        # Before the picture, which says that nothing is left to do.
+        summary = api.summary(self._studio.pipe)
+        if summary.drift is not None:
+            known |= {ESTIMATED: summary.drift.psnr, CALIBRATED: summary.drift.calibrated}
+        # The picture is written last: where it exists, nothing is left to do.
         if known and not work.is_file():
             write_text(work, to_json(known))
         if not kinds.is_file():
-            write_text(kinds, to_json(told.steps))
+            write_text(kinds, to_json(summary.steps))
         save_picture(picture, self.folder.image(configuration, sample))
 
     def _configure(self, configuration: Configuration) -> None:
@@ -246,20 +244,20 @@ class Evaluation:
         return picture
 
     def time(self) -> None:
-        """Laps of all configurations in turn, so that a slow moment of the machine costs none of them its place."""
+        """Time the laps of all configurations in turn, so that a slow moment of the machine harms no single one."""
         laps = [(lap, item) for lap in range(self.task.repeats) for item in self.configurations]
         left = [(lap, item) for lap, item in laps if not self.folder.timing(item, lap).is_file()]
         for lap, configuration in self._progress(left, "time"):
             self._configure(configuration)
             if self._studio.device.type != "cpu":
-                # Of what ran before, which the peak would count.
+                # The peak would include what ran before.
                 free_memory(self._studio.device)
             write_text(self.folder.timing(configuration, lap), to_json(self._lap()))
         self._studio.restore()
 
     def _lap(self) -> dict[str, Any]:
-        """One timed batch, after those that do not count: seconds per picture of the whole call and of the denoiser in
-        it, and the memory it took."""
+        """A timed batch, after warm-up batches: seconds per picture, for the whole call and the denoiser alone, and
+        peak memory."""
         batch, studio, prompt = self.task.batch, self._studio, self.task.prompts[0]
         for _ in range(warm_ups(studio.way)):
             studio.draw(prompt, range(batch))
@@ -276,7 +274,7 @@ class Evaluation:
         }
 
     def measure(self) -> None:
-        """Metrics of this process's pictures, and features for metrics of sets."""
+        """Measure this process's pictures, and their features for metrics of sets."""
         for sample in self._progress(self._processes.share_of(self.samples), "measure"):
             plain = self._picture(self.configurations[0], sample)
             fine = self._picture(self._fine, sample) if self._fine else None
@@ -290,12 +288,13 @@ class Evaluation:
                 save_features(kept, self._meter.features(Picture(read_picture(path))))
 
     def measure_sets(self) -> None:
-        """Metrics of this process's share of the sets."""
+        """Measure this process's share of the sets."""
         metrics = self.choice.of_kind("set")
-        left = [item for item in self._processes.share_of(self.configurations) if self._lacking(item)]
-        if not self._photographs:
-            # The distance of the plain pictures to themselves says nothing.
-            left = [configuration for configuration in left if not configuration.is_plain]
+        # Without photographs, the plain pictures are the reference.
+        compared = [item for item in self.configurations if self._photographs or not item.is_plain]
+        share = self._processes.share_of(compared)
+        known = {item.label: read_if_there(self.folder.sets(item)) for item in share}
+        left = [item for item in share if any(metric.name not in known[item.label] for metric in metrics)]
         if not left:
             return
         keys = [sample.place if len(self.task.prompts) > 1 else sample.seed for sample in self.samples]
@@ -305,23 +304,11 @@ class Evaluation:
             reference = self._features(self.configurations[0])
         for configuration in self._progress(left, "sets"):
             features = self._features(configuration)
-            sets = [features, *(features[left] for left in without_parts(keys))]
-            values = {each.name: [self._meter.of_sets(each, reference, some) for some in sets] for each in metrics}
-            known = self._known_of_set(configuration)
-            write_text(self.folder.sets(configuration), to_json(_ordered({**known, **values})))
-
-    def _lacking(self, configuration: Configuration) -> bool:
-        """Whether metrics of its set are to be measured."""
-        known = self._known_of_set(configuration)
-        return any(metric.name not in known for metric in self.choice.of_kind("set"))
-
-    def _known_of_set(self, configuration: Configuration) -> dict[str, Any]:
-        path = self.folder.sets(configuration)
-        known: dict[str, Any] = read_json(path) if path.is_file() else {}
-        return known
+            values = {each.name: self._meter.of_parts(each, reference, features, keys) for each in metrics}
+            write_text(self.folder.sets(configuration), to_json(_ordered({**known[configuration.label], **values})))
 
     def close(self) -> None:
-        """Give the model up, or a search would hold that of every rung."""
+        """Free the model. A search would otherwise keep one per rung in memory."""
         device = self._studio.device
         del self._studio
         free_memory(device)
@@ -331,9 +318,9 @@ class Evaluation:
         return gather(self.folder, settings, self.choice, metrics, self.configurations, self.samples)
 
     def _measure(self, configuration: Configuration, sample: Sample, plain: Picture, fine: Picture | None) -> None:
-        """What is not known yet about one picture. The plain one is not compared with itself."""
+        """Measure what is not known yet about a picture. The plain picture is not compared with itself."""
         path, features = self.folder.values(configuration, sample), self.folder.features(configuration, sample)
-        known = read_json(path) if path.is_file() else {}
+        known = read_if_there(path)
         pairs = self.choice.of_kind("pair") if not configuration.is_plain else ()
         asked = (*pairs, *self._fine_metrics, *self.choice.of_kind("text"))
         wanted = [metric for metric in asked if metric.name not in known]
@@ -365,14 +352,12 @@ class Evaluation:
         return Meter(self.choice, self._studio.device, self.task.threads)
 
     def _progress(self, items: Sequence[Item], label: str) -> Iterator[Item]:
-        """A bar, by the first process, for its own share."""
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
+        """The items, with a progress bar in the first process only."""
         hidden = not self._processes.is_first or not items
         yield from tqdm(items, desc=f"{label[-40:]:>12}", disable=hidden, leave=False)
 
 
 def _ordered(values: dict[str, Any]) -> dict[str, Any]:
-    """By the order of the metrics, whichever came first; also those that another run of this evaluation asked for."""
+    """Values in the order of all metrics, including those that an earlier run measured."""
     names = [each for name in BY_NAME for each in (name, fine_name(name))]
     return {name: values[name] for name in names if name in values}

@@ -1,4 +1,4 @@
-"""The table of an evaluation: as text, Markdown and CSV, with notes on how its figures were made."""
+"""The table of an evaluation as text, Markdown and CSV, with notes on how its figures were made."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from ..compiling import warm_ups
 from ..drawing.comparison import saves_nothing
 from ..quality.metrics import BY_NAME, Metric
 from ..quality.statistics import Estimate, Worst
-from .results import CALIBRATED, ESTIMATED, Results
+from .results import CALIBRATED, ESTIMATED, Results, Row
 
-# By what --compile came to.
+# What each way of --compile does.
 _COMPILED = {"both": "compiled blocks and CUDA graphs", "blocks": "compiled blocks", "graphs": "CUDA graphs"}
 _SHARE = "share of schedule's error"
-_TIMES = ["s / picture", "speed-up", "denoiser s", "denoiser speed-up"]
 
 
 def figure(metric: Metric, value: Estimate | None) -> str:
-    """A mean with its interval, in the digits of its metric; empty where there is none."""
+    """A mean with its interval, in the digits of the metric; empty without a value."""
     if value is None:
         return ""
     mean = f"{value.mean:.{metric.digits}f}"
@@ -28,14 +27,14 @@ def figure(metric: Metric, value: Estimate | None) -> str:
 
 
 def plain(results: Results) -> str:
-    """For the terminal, which was told what is missing when the evaluation began."""
+    """For the terminal, which showed the missing metrics when the evaluation began."""
     return "\n".join(
         [table(*cells(results)), "", *_circumstances(results), "", str(results.folder.root / "report.html")]
     )
 
 
 def markdown(results: Results) -> str:
-    """The table, the conditions under it, and what is missing."""
+    """The table, with notes below."""
     header, rows = cells(results, arrows=True)
     aligned = ["---", *["---:"] * (len(header) - 1)]
     lines = [f"| {' | '.join(_marked_down(cell) for cell in row)} |" for row in [header, aligned, *rows]]
@@ -47,7 +46,7 @@ def _marked_down(cell: str) -> str:
 
 
 def conditions(results: Results) -> str:
-    """What the figures hold for."""
+    """The conditions of all figures, in one line."""
     settings = results.settings
     width, height = settings["size"]
     scheduler, way = settings["scheduler"], settings["compile"]
@@ -62,7 +61,7 @@ def conditions(results: Results) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """How the figures were made, and which are missing."""
+    """How the figures were made, and which metrics are missing."""
     return _circumstances(results) + [f"{line}." for line in results.choice.missing_lines()]
 
 
@@ -71,46 +70,48 @@ def _circumstances(results: Results) -> list[str]:
     timing, pictures = results.rows[0].timing, len(results.samples)
     lines = [
         f"{conditions(results)}.",
-        "Means with 95 % intervals of confidence, which take the pictures of a prompt together.",
+        "Means with 95 % confidence intervals, for which all pictures of a prompt count as one sample.",
     ]
     if timing:
         untimed = warm_ups(results.settings["compile"])
         lines.append(
-            "Seconds per picture, of whole calls and of the denoiser in them: medians over "
-            f"{counted(len(timing['seconds']), 'timed batch', 'timed batches')} of {timing['batch']}, all "
-            f"configurations in turn, each batch after {'one that does' if untimed == 1 else f'{untimed} that do'} not "
-            "count."
+            "Seconds per picture, for whole pipeline calls and for the denoiser alone, are medians over "
+            f"{counted(len(timing['seconds']), 'timed batch', 'timed batches')} of {timing['batch']}. Configurations "
+            f"take turns, with {counted(untimed, 'warm-up batch', 'warm-up batches')} before each timed batch."
         )
-    launched = [row.configuration.label for row in results.rows if row.timing and row.timing["graphs"] == 0]
-    if launched:
+    unrecorded = [row.configuration.label for row in results.rows if row.timing and row.timing["graphs"] == 0]
+    if unrecorded:
         lines.append(
-            f"No call could be recorded as a CUDA graph, and all ran as they are, with {', '.join(launched)}: a cache "
-            "decides, or maps are drawn, with the help of the host."
+            f"No CUDA graph could be recorded with {', '.join(unrecorded)}, so calls ran without graphs: a cache "
+            "decides, or maps are drawn, on the host."
         )
     if any(metric.kind == "set" for metric in results.metrics):
         count = len(results.settings["reference"])
         against = f"the {counted(count, 'picture')} of the reference folder" if count else "the plain pictures"
         lines.append(
-            f"FID and KID are against {against}, with {pictures} pictures of each configuration; intervals are by "
-            "leaving out a tenth of the prompts at a time. FID grows as pictures become fewer, so compare it only at "
-            "the same number."
+            f"FID and KID compare {pictures} pictures of each configuration with {against}. Their intervals come from "
+            "leaving out a tenth of the prompts at a time. FID grows as pictures become fewer: compare it only at "
+            "equal numbers."
         )
     if results.drift:
-        lines.append("Of the worst pictures: what one in twenty is as far off as or further, and the furthest.")
+        lines.append(
+            f"{results.drift.title} of the worst: the value that one picture in twenty reaches or is worse than, and "
+            "the worst value of all."
+        )
     if any(row.operations for row in results.rows):
         lines.append(
-            "Work is the operations of the denoiser in a picture, beside the plain model's: products, convolutions "
+            "Work is the denoiser's operations per picture, as a share of the plain model's: products, convolutions "
             "and attention. Maps of merging are not counted."
         )
     if any(row.estimated for row in results.rows):
-        lines.append("The estimated PSNR is what Hold tells of its own errors, without the plain pictures.")
+        lines.append("The estimated PSNR comes from Hold's own errors, without the plain pictures.")
     if any(row.estimated and not row.estimated.calibrated for row in results.rows):
         lines.append(UNCALIBRATED)
     if results.distance:
         lines.append(
             f"The second yardstick is the plain picture with {results.reference_steps} steps. The plain picture's own "
-            f"distance to it is the error of the schedule, and drift ({BY_NAME[results.distance].title}) is also told "
-            "as a share of that."
+            f"distance to it is the schedule's error. Drift ({BY_NAME[results.distance].title}) is also given as a "
+            "share of that error."
         )
     idle = [saves_nothing(row.configuration.label, row.kinds) for row in results.rows]
     lines += [note for note in idle if note]
@@ -118,35 +119,30 @@ def _circumstances(results: Results) -> list[str]:
 
 
 def cells(results: Results, arrows: bool = False) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows. arrows: point towards better; not every terminal can show them."""
-    timed = any(row.timing for row in results.rows)
-    memory = any(row.timing and row.timing["peak_memory"] for row in results.rows)
-    worked = any(row.operations for row in results.rows)
-    header = ["configuration", *(_TIMES if timed else []), *(["work"] if worked else [])]
-    header += ["memory, GiB"] if memory else []
+    """The header and the rows, without empty columns. arrows: mark each metric's better direction, with characters that
+    not every terminal can show."""
+    rows, drift = results.rows, results.drift
+    columns = {
+        "configuration": [row.configuration.label for row in rows],
+        "s / picture": [_seconds(row.seconds) for row in rows],
+        "speed-up": [_times(results.speed_up(row)) for row in rows],
+        "denoiser s": [_seconds(row.denoiser_seconds) for row in rows],
+        "denoiser speed-up": [_times(results.denoiser_speed_up(row)) for row in rows],
+        "work": [percent(results.work(row)) for row in rows],
+        "memory, GiB": [_gibibytes(row.timing["peak_memory"]) if row.timing else "" for row in rows],
+    }
     for metric in results.metrics:
-        arrow = "↑" if metric.higher_is_better else "↓"
-        header.append(f"{metric.title} {arrow}" if arrows else metric.title)
-    drift = results.drift
-    header += [f"{drift.title} of the worst"] if drift else []
-    header += [_SHARE] if results.distance else []
-    estimated = any(row.estimated for row in results.rows)
-    header += ["estimated PSNR"] if estimated else []
-    rows = []
-    for row in results.rows:
-        line = [row.configuration.label]
-        if timed:
-            line += _times(row.seconds, results.speed_up(row))
-            line += _times(row.denoiser_seconds, results.denoiser_speed_up(row))
-        if worked:
-            line.append(percent(results.work(row)))
-        if memory:
-            line.append(f"{row.timing['peak_memory'] / 2**30:.2f}" if row.timing else "")
-        line += [figure(metric, row.estimates.get(metric.name)) for metric in results.metrics]
-        line += [_worst(drift, row.worst.get(drift.name))] if drift else []
-        line += [percent(results.shares(row).get(results.distance))] if results.distance else []
-        rows.append(line + ([row.estimated.told if row.estimated else ""] if estimated else []))
-    return header, rows
+        arrow = " ↑" if metric.higher_is_better else " ↓"
+        columns[metric.title + (arrow if arrows else "")] = [
+            figure(metric, row.estimates.get(metric.name)) for row in rows
+        ]
+    if drift:
+        columns[f"{drift.title} of the worst"] = [_worst(drift, row.worst.get(drift.name)) for row in rows]
+    if results.distance:
+        columns[_SHARE] = [percent(results.shares(row).get(results.distance)) for row in rows]
+    columns["estimated PSNR"] = [row.estimated.short if row.estimated else "" for row in rows]
+    shown = {title: column for title, column in columns.items() if any(column)}
+    return [*shown], [list(line) for line in zip(*shown.values(), strict=True)]
 
 
 def _worst(metric: Metric, value: Worst | None) -> str:
@@ -154,38 +150,51 @@ def _worst(metric: Metric, value: Worst | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """With three digits, or as a whole number."""
+    """A share in percent: three digits below 100 %, else a whole number."""
     return "" if share is None else f"{100 * share:.3g} %" if share < 1 else f"{100 * share:.0f} %"
 
 
-def _times(seconds: float | None, speed_up: float | None) -> list[str]:
-    return [f"{seconds:.4g}" if seconds else "", f"{speed_up:.2f}x" if speed_up else ""]
+def _seconds(seconds: float | None) -> str:
+    return f"{seconds:.4g}" if seconds else ""
+
+
+def _times(speed_up: float | None) -> str:
+    return f"{speed_up:.2f}x" if speed_up else ""
+
+
+def _gibibytes(count: int | None) -> str:
+    return f"{count / 2**30:.2f}" if count else ""
 
 
 def comma_separated(results: Results) -> str:
-    """Plain numbers, an interval in a column of its own."""
+    """CSV with plain numbers, and a column for every interval."""
+    lines = [_numbers(results, row) for row in results.rows]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = [name for metric in results.metrics for name in (metric.name, f"{metric.name}_interval")]
-    times = ["seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up"]
-    distances = list(dict.fromkeys(name for row in results.rows for name in results.shares(row)))
-    shares = [f"{name}_share" for name in distances]
-    pairs = list(dict.fromkeys(name for row in results.rows for name in row.worst))
-    lasts = [f"{name}_{which}" for name in pairs for which in ("one_in_twenty", "worst")]
-    costs = [*times, "batch", "peak_memory", "work"]
-    writer.writerow(["configuration", *costs, ESTIMATED, CALIBRATED, *names, *lasts, *shares])
-    for row in results.rows:
-        timing = row.timing or {}
-        line = [row.configuration.label, row.seconds, results.speed_up(row)]
-        line += [row.denoiser_seconds, results.denoiser_speed_up(row), timing.get("batch"), timing.get("peak_memory")]
-        told = row.estimated
-        line += [results.work(row), *((told.psnr, told.calibrated) if told else (None, None))]
-        for metric in results.metrics:
-            value = row.estimates.get(metric.name)
-            line += [value.mean, value.interval] if value else [None, None]
-        for name in pairs:
-            last = row.worst.get(name)
-            line += [last.one_in_twenty, last.worst] if last else [None, None]
-        line += [results.shares(row).get(name) for name in distances]
-        writer.writerow(["" if cell is None else cell for cell in line])
+    writer = csv.DictWriter(text, dict.fromkeys(name for line in lines for name in line), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return text.getvalue()
+
+
+def _numbers(results: Results, row: Row) -> dict[str, object]:
+    """A row by the columns of the CSV file; None leaves a cell empty."""
+    timing, estimated = row.timing or {}, row.estimated
+    line: dict[str, object] = {
+        "configuration": row.configuration.label,
+        "seconds": row.seconds,
+        "speed_up": results.speed_up(row),
+        "denoiser_seconds": row.denoiser_seconds,
+        "denoiser_speed_up": results.denoiser_speed_up(row),
+        "batch": timing.get("batch"),
+        "peak_memory": timing.get("peak_memory"),
+        "work": results.work(row),
+        ESTIMATED: estimated.psnr if estimated else None,
+        CALIBRATED: estimated.calibrated if estimated else None,
+    }
+    for metric in results.metrics:
+        value = row.estimates.get(metric.name)
+        line[metric.name] = value.mean if value else None
+        line[f"{metric.name}_interval"] = value.interval if value else None
+    for name, last in row.worst.items():
+        line |= {f"{name}_one_in_twenty": last.one_in_twenty, f"{name}_worst": last.worst}
+    return line | {f"{name}_share": share for name, share in results.shares(row).items()}

@@ -1,7 +1,6 @@
 """The second yardstick: the plain picture with more steps of the same scheduler.
 
-Fewer steps are an error of their own. How far the plain picture is from one with many steps says how large that is, and
-drift can be told as a share of it.
+Its distance to the usual plain picture is the error of the schedule. Drift can be given as a share of that error.
 """
 
 from __future__ import annotations
@@ -9,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..quality.metrics import METRICS, Metric
+from ..quality.metrics import BY_NAME, Metric
 from ..rivals.reading import read_rival
 from ..typed import PLAIN, Configuration
 
-# Times the steps of all other pictures.
+# How many times the steps of all other pictures, by default.
 FINER = 4
 _ENDING = "_fine"
-# Zero between equal pictures, so that shares of them mean something; the one that people see best first.
+# Metrics that are zero for equal pictures, so that shares have a meaning. The nearest to human judgement comes first.
 _DISTANCES = ("lpips", "dino", "mse")
 
 
 def fine_pictures(steps: int) -> Configuration:
-    """The plain model in so many steps."""
+    """The plain model with this number of steps."""
     text = f"steps:count={steps}"
     return Configuration(f"{PLAIN} + {text}", schedule=read_rival(text))
 
 
 def fine_metrics(metrics: Iterable[Metric], steps: int) -> tuple[Metric, ...]:
-    """Distances to the picture with so many steps, in place of those to the plain one."""
+    """The distances among `metrics`, to the plain picture with this number of steps."""
     return tuple(
         replace(
             metric,
@@ -41,16 +40,16 @@ def fine_metrics(metrics: Iterable[Metric], steps: int) -> tuple[Metric, ...]:
 
 
 def measured_by(metric: Metric) -> Metric:
-    """The metric that measures, of one in either form."""
-    return next(each for each in METRICS if each.name == metric.name.removesuffix(_ENDING))
+    """The metric behind a distance to either yardstick."""
+    return BY_NAME[metric.name.removesuffix(_ENDING)]
 
 
 def fine_name(name: str) -> str:
-    """Of the same metric to the picture with more steps."""
+    """The name of a metric in its form for the second yardstick."""
     return f"{name}{_ENDING}"
 
 
 def best_distance(names: Iterable[str]) -> str | None:
-    """The metric by which shares are told in tables."""
+    """The metric by which tables give shares."""
     there = set(names)
     return next((name for name in _DISTANCES if name in there), None)

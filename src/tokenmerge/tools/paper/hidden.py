@@ -1,4 +1,4 @@
-"""The tokens that enter every block of a plain model, step by step."""
+"""Watches the tokens that enter the blocks of a plain model at every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..drawing.studio import Studio
 
 @dataclass(frozen=True)
 class Hidden:
-    """Image tokens, fp32 [N, C], that entered a block at a step, for the prompt and not for its negative."""
+    """Image tokens, fp32 [N, C], that entered a block at a step: those of the prompt, not of the negative prompt."""
 
     step: int
     block: str
@@ -28,7 +28,7 @@ class Hidden:
 
 
 def watch(studio: Studio, prompt: str, seed: int, see: Callable[[Hidden], None]) -> Image.Image:
-    """Draw one picture, and show `see` the tokens that enter every block at every step."""
+    """Draw one picture, and call `see` with the tokens that enter every block at every step."""
     denoiser = denoiser_of(studio.pipe)
     family = family_of(denoiser)
     watcher = _Watcher(family, see)
@@ -43,7 +43,7 @@ def watch(studio: Studio, prompt: str, seed: int, see: Callable[[Hidden], None])
 
 
 class _Watcher:
-    """Tells steps apart by their timesteps, and looks at the first denoiser call of each: others are for guidance."""
+    """Tells steps apart by their timesteps. Looks at the first denoiser call of each step: others are for guidance."""
 
     def __init__(self, family: Family, see: Callable[[Hidden], None]) -> None:
         self._family = family
@@ -59,7 +59,7 @@ class _Watcher:
     def enter_block(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._clock.call or self._call is None:
             return
-        # The prompt comes last in a batch that also holds its negative.
+        # In a batch that also holds the negative prompt, the prompt comes last.
         tokens = block.kind.ports.tokens.read(args, kwargs)[-1].detach().float()
         self._see(Hidden(self._clock.step, block.name, _grid(self._call, block), tokens))
 

@@ -1,4 +1,4 @@
-"""Tables and figures of the paper that look inside of a model instead of at its pictures."""
+"""Makes the tables and figures of the paper that look inside a model instead of at its pictures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ...errors import TokenMergeError
 from ...presets import preset
 from ..drawing.studio import Setup, Studio
 from ..evaluation.plots import check_plots
+from ..files import to_json, write_text
 from .locality import recolour
 from .maptimes import LAYERS, time_maps
 from .overlap import measure_overlap
 from .studies import Finding, Inquiry
 
-# The variant of the paper whose selection is local, at its usual ratio.
+# The variant in the paper with local selection, at its usual ratio.
 OVERLAP_PRESET = "toma-tile"
 
 
@@ -32,19 +33,23 @@ def inquire(
     ratios: Sequence[float],
     out: Path,
 ) -> Finding:
-    """Make what `inquiry` is about, in the folder `out`."""
+    """Make the table or figure of `inquiry` in the folder `out`, and write its records to `values.jsonl`."""
     check_plots()
     name = inquiry.names[0]
     if name in LAYERS:
         if repeats < 1:
-            raise TokenMergeError(f"--repeats is {repeats}; {name} is about time and needs 1 or more")
+            raise TokenMergeError(f"--repeats is {repeats}; {name} measures time and needs 1 or more")
         if setup.threads is not None:
             torch.set_num_threads(setup.threads)
-        return time_maps(name, ratios, batch=batch, repeats=repeats, device=setup.device, dtype=setup.dtype, out=out)
-    studio = Studio(setup)
-    studio.pipe.set_progress_bar_config(disable=True)
-    if name == "fig3":
-        return recolour(studio, prompts, seeds, out)
-    technique = preset(OVERLAP_PRESET)
-    assert isinstance(technique, Merge)
-    return measure_overlap(studio, technique, prompts, seeds, out)
+        finding = time_maps(name, ratios, batch=batch, repeats=repeats, device=setup.device, dtype=setup.dtype, out=out)
+    else:
+        studio = Studio(setup)
+        studio.pipe.set_progress_bar_config(disable=True)
+        if name == "fig3":
+            finding = recolour(studio, prompts, seeds, out)
+        else:
+            technique = preset(OVERLAP_PRESET)
+            assert isinstance(technique, Merge)
+            finding = measure_overlap(studio, technique, prompts, seeds, out)
+    write_text(out / "values.jsonl", "".join(map(to_json, finding.records)))
+    return finding

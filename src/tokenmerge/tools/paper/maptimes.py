@@ -1,4 +1,4 @@
-"""How long maps take to make, to merge with and to unmerge with, by method and ratio (tables 4 and 5)."""
+"""Times making maps, merging and unmerging, by method and ratio (tables 4 and 5)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ...merging.methods import Given, method_for
 from ...merging.ops import backend_for
 from ...planning.tables import markdown
 from ...presets import preset
-from ..files import to_json, write_text
+from ..files import write_text
 from ..loading import best_device, dtype_on
 from ..measure import Stopwatch, captured, environment
 from .studies import Finding
 
-# Both levels of SDXL at 1024 pixels, with guidance: the grid, and the width of its tokens.
+# The two levels of SDXL with transformer blocks, at 1024 pixels: token grid and token width.
 LAYERS = {"table4": (TokenGrid(64, 64), 640), "table5": (TokenGrid(32, 32), 1280)}
 _PRESETS = ("toma", "toma-stripe", "toma-tile", "tomesd")
 _OPERATIONS = ("select", "reweigh", "merge", "unmerge")
-# On CUDA, so many calls as one graph.
+# Operations that one CUDA graph repeats, and how often.
 _REPLAYED, _CALLS = ("merge", "unmerge"), 16
-# Of one picture, with guidance.
+# Samples per picture, with guidance.
 _SAMPLES = 2
 _WARM_UPS = 3
 
@@ -35,8 +35,11 @@ _WARM_UPS = 3
 def time_maps(
     name: str, ratios: Sequence[float], *, batch: int, repeats: int, device: str | None, dtype: str | None, out: Path
 ) -> Finding:
-    """Median milliseconds of every operation, on random tokens of `batch` pictures. On CUDA, where small work waits for
-    its launch, merging and unmerging are replayed as graphs; what makes maps is rare and launched as it is."""
+    """Median milliseconds of every operation, on random tokens of `batch` pictures.
+
+    On CUDA, graphs replay merging and unmerging, as such small work would wait for its launch. Making maps is rare, and
+    runs without graphs.
+    """
     place = best_device(device)
     grid, width = LAYERS[name]
     kind = dtype_on(place, dtype)
@@ -51,14 +54,13 @@ def time_maps(
             times = _time(technique.replace(ratio=ratio), grid, tokens, repeats)
             record = {"preset": chosen, "ratio": ratio, "tokens": grid.count, "width": width, "batch": samples}
             records.append({**record, "dtype": kind, **times, "environment": environment(place)})
-    write_text(out / "values.jsonl", "".join(map(to_json, records)))
     text = map_table(records)
     write_text(out / "table.md", f"{text}\n")
     return Finding(text, records, out / "table.md")
 
 
 def map_table(records: Sequence[dict[str, Any]]) -> str:
-    """For documents, with the conditions under it."""
+    """A Markdown table, with its conditions below."""
     header = ["preset", "ratio", *(f"{operation}, ms" for operation in _OPERATIONS)]
     rows = [
         [record["preset"], f"{record['ratio']:g}", *(f"{record[operation]:.4g}" for operation in _OPERATIONS)]
@@ -111,7 +113,7 @@ def _median_ms(function: Callable[[], object], device: torch.device, repeats: in
 
 
 def _many(function: Callable[[], object]) -> Callable[[], None]:
-    """Many calls as one CUDA graph: launched one by one, they would take as long as the host takes to launch them."""
+    """Many calls as one CUDA graph. Launched one by one, they would only show how long the host takes to launch."""
 
     def many() -> None:
         for _ in range(_CALLS):

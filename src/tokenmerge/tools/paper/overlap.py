@@ -1,9 +1,10 @@
-"""Do destinations stay? What would be selected at every step, against the first step of its interval (figure 4)."""
+"""Do destinations stay? Selects at every step, and compares with the first step of the interval (figure 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from ...merging.grid import Partition, partition_grids
 from ...merging.ops import backend_for
 from ...planning.tables import table
 from ..drawing.studio import Studio
-from ..evaluation.plots import new_plot, save_plot
-from ..files import to_json, write_text
+from ..evaluation.plots import BESIDE, new_plot, save_plot
 from .hidden import Hidden, watch
 from .studies import Finding
 
@@ -23,8 +23,8 @@ from .studies import Finding
 def measure_overlap(
     studio: Studio, technique: Merge, prompts: Sequence[str], seeds: Sequence[int], out: Path
 ) -> Finding:
-    """Select in every block at every step of plain pictures, and compare with the first step of the interval that
-    destinations would be kept for."""
+    """Select in every block at every step of plain pictures. Compare with the first step of the interval over which
+    merging would keep its destinations."""
     interval = technique.destinations_every
     shares: dict[tuple[str, int], list[float]] = {}
     chances: dict[str, float] = {}
@@ -42,30 +42,29 @@ def measure_overlap(
         {
             "block": block,
             "step": step,
-            "overlap": sum(found) / len(found),
+            "overlap": fmean(found),
             "chance": chances[block],
             "count": len(found),
         }
         for (block, step), found in shares.items()
     ]
-    write_text(out / "values.jsonl", "".join(map(to_json, records)))
     save_plot(_draw(records, interval, technique), out / "figure.png")
     return Finding(table(*overlap_cells(records, interval)), records, out / "figure.png")
 
 
 def overlap_cells(records: Sequence[dict[str, Any]], interval: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the mean of each block over the steps between selections."""
+    """Header and rows: the means per block, over all steps but the first of every interval."""
     rows = []
     for block in dict.fromkeys(record["block"] for record in records):
         mine = [record for record in records if record["block"] == block]
         later = [record["overlap"] for record in mine if record["step"] % interval]
-        mean = f"{sum(later) / len(later):.3f}" if later else ""
+        mean = f"{fmean(later):.3f}" if later else ""
         rows.append([block, mean, f"{mine[0]['chance']:.3f}"])
     return ["block", "overlap after the first step", "by chance"], rows
 
 
 class _Selector:
-    """Selects for one picture, and remembers the first destinations of the interval."""
+    """Selects for one picture, and remembers the destinations at the first step of the interval."""
 
     def __init__(self, technique: Merge) -> None:
         self._technique = technique
@@ -73,7 +72,7 @@ class _Selector:
         self._first: dict[str, Tensor] = {}
 
     def compare(self, hidden: Hidden, begins: bool) -> tuple[float, float]:
-        """The share of destinations that were there at the first step of the interval; and what chance would give."""
+        """The share of destinations already chosen at the first step of the interval, and the share by chance."""
         device = hidden.tokens.device
         if hidden.grid not in self._partitions:
             self._partitions[hidden.grid] = partition_grids((hidden.grid,), self._technique).to(device)
@@ -113,12 +112,12 @@ def _draw(records: Sequence[dict[str, Any]], interval: int, technique: Merge) ->
             axes.plot(steps, heights, color=colour, linewidth=1.2, marker=".", label=label)
     axes.axhline(records[0]["chance"], color="#777777", linestyle="--", linewidth=1, label="by chance")
     axes.set_ylim(0, 1.02)
-    # There are no half steps.
+    # Steps are whole numbers.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
-    axes.set_ylabel("share of the same destinations")
+    axes.set_xlabel(f"step, compared with the first step of every {interval}")
+    axes.set_ylabel("share of destinations that stay")
     title = f"Do destinations stay? {technique.selection} in {technique.regions}, ratio {technique.ratio:g}"
     axes.set_title(title, fontsize=10, loc="left")
     columns = 1 + len(blocks) // 24
-    axes.legend(fontsize=6, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0), ncols=columns)
+    axes.legend(fontsize=6, frameon=False, ncols=columns, **BESIDE)
     return drawn

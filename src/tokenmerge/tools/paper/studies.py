@@ -1,26 +1,24 @@
-"""`tokenmerge reproduce`: tables and figures of the paper (arXiv 2509.10918) as lists of configurations for `eval`."""
+"""`tokenmerge reproduce`: the tables and figures of the paper (arXiv 2509.10918), most of them as runs of `eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...config import SELECTIONS, UNMERGES
 from ...errors import TokenMergeError, did_you_mean
 
-# The paper's ablations renew everything at every step, but for the one about that.
+# All ablations in the paper renew everything at every step, except the one about renewing.
 _EVERY_STEP = "destinations_every=1,weights_every=1"
 _SCHEDULES = ((1, 1), (5, 1), (5, 5), (10, 1), (10, 5), (10, 10), (50, 50))
-
-
 RATIOS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is made, where nothing else is asked for."""
+    """The default numbers of prompts, seeds and the like."""
 
     prompts: int
     seeds: tuple[int, ...]
@@ -29,27 +27,19 @@ class Scale:
     ratios: tuple[float, ...] = RATIOS
 
 
-# The paper's ablations; what shows a figure; and enough to see that everything runs.
+# The scale of the paper's ablations, one that suffices for a figure, and one that only shows that everything runs.
 FULL = Scale(prompts=50, seeds=(0, 1, 2), repeats=20)
 FIGURE = Scale(prompts=8, seeds=(0,), repeats=100)
 QUICK = Scale(prompts=2, seeds=(0,), repeats=1, steps=4, ratios=(0.5,))
 
 
 @dataclass(frozen=True)
-class Inquiry:
-    """Tables and figures that need no pictures to be compared: `inquiries.py` makes them.
-
-    lacks: what of `eval` it does not do, which makes some options useless.
-    """
+class _Item:
+    """Tables and figures that are made together."""
 
     names: tuple[str, ...]
     about: str
-    lacks: tuple[str, ...]
-    model: str = "tiny-sdxl"
-
-    def useless(self) -> dict[str, str]:
-        """Options that would change nothing, each with the reason."""
-        return {option: reason for reason in self.lacks for option in _OPTIONS[reason]}
+    model: str = field(default="tiny-sdxl", kw_only=True)
 
     @property
     def folder(self) -> str:
@@ -57,27 +47,34 @@ class Inquiry:
 
 
 @dataclass(frozen=True)
-class Study:
-    """Tables and figures that one evaluation serves: what it is about, and the configurations that are its rows."""
+class Inquiry(_Item):
+    """Tables and figures that compare no pictures: `inquiries.py` makes them.
 
-    names: tuple[str, ...]
-    about: str
+    lacks: what it does not do, as `_OPTIONS` calls it.
+    """
+
+    lacks: tuple[str, ...]
+
+    def useless(self) -> dict[str, str]:
+        """The options without effect, each with the reason."""
+        return {option: reason for reason in self.lacks for option in _OPTIONS[reason]}
+
+
+@dataclass(frozen=True)
+class Study(_Item):
+    """Tables and figures that show one evaluation, whose rows are configurations."""
+
     configurations: tuple[str, ...]
-    model: str = "tiny-sdxl"
-
-    @property
-    def folder(self) -> str:
-        return "-".join(self.names)
 
 
 def _regions(text: str) -> str:
-    """For people: `tile:64` is 64 tiles."""
+    """Regions in words: `tile:64` is "64 tiles"."""
     kind, _, count = text.partition(":")
     return f"{count} {kind}s" if count else kind
 
 
-# What the paper compares, and controls. The default of a model's family is not among them: it follows from measurements
-# and would make these tables stale. ToDo and pooling have the ratio of their cells.
+# The methods in the paper, and controls. The default of a model's family is left out: it changes with measurements, and
+# these tables should not. ToDo and pooling have the ratio of their cells.
 _METHODS = (
     *(
         f"{preset}:ratio={ratio:g}"
@@ -100,7 +97,7 @@ STUDIES = (
             f"{selection} in {_regions(regions)}@toma:ratio=0.5,selection={selection},regions={regions},{_EVERY_STEP}"
             for regions in ("whole", "tile:64")
             for selection in SELECTIONS
-            # Half a minute for a picture even on an H200: 2048 turns a step, each with candidates drawn for it.
+            # Half a minute per picture even on an H200: 2048 rounds per step, each of which draws candidates.
             if (regions, selection) != ("whole", "stochastic")
         ),
     ),
@@ -131,26 +128,26 @@ STUDIES = (
         ),
     ),
 )
-# What an inquiry may not do, and the options that are about it alone.
+# What an inquiry may lack, and the options that would then have no effect.
 _COMPARES_NOTHING, _DRAWS_NOTHING, _TIMES_NOTHING = "compares no pictures", "draws no pictures", "times nothing"
 _OPTIONS = {
     _COMPARES_NOTHING: ("resume", "compile", "reference", "metrics", "networks", "clip", "dino"),
     _DRAWS_NOTHING: ("model", "prompts", "column", "template", "number", "seeds", "steps", "guidance", "size"),
     _TIMES_NOTHING: ("batch", "repeats"),
 }
-_OF_MAPS, _OF_MODELS = (_COMPARES_NOTHING, _DRAWS_NOTHING), (_COMPARES_NOTHING, _TIMES_NOTHING)
+_ON_MAPS, _ON_MODELS = (_COMPARES_NOTHING, _DRAWS_NOTHING), (_COMPARES_NOTHING, _TIMES_NOTHING)
 INQUIRIES = (
-    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio", _OF_MAPS),
-    Inquiry(("table5",), "the same for 1024 tokens", _OF_MAPS),
-    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?", _OF_MODELS),
-    Inquiry(("fig4",), "destinations at every step against those of the first of their interval", _OF_MODELS),
+    Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio", _ON_MAPS),
+    Inquiry(("table5",), "the same for 1024 tokens", _ON_MAPS),
+    Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?", _ON_MODELS),
+    Inquiry(("fig4",), "destinations at every step, compared with the first step of their interval", _ON_MODELS),
 )
 NAMES: dict[str, Study | Inquiry] = {name: item for item in (*STUDIES, *INQUIRIES) for name in item.names}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A table for people, the records it was made from, and the file to look at."""
+    """A table, its records, and the file to look at."""
 
     text: str
     records: Sequence[dict[str, Any]]
@@ -161,7 +158,7 @@ class Finding:
 
 
 def find_study(name: str) -> Study | Inquiry:
-    """What makes a table or figure."""
+    """The study or inquiry behind a table or figure."""
     if name not in NAMES:
         raise TokenMergeError(f"{name!r} is unknown{did_you_mean(name, NAMES)}; choose from {', '.join(NAMES)}")
     return NAMES[name]

@@ -1,4 +1,4 @@
-"""How far pictures are apart, how good sets of them are, and where the networks that judge come from."""
+"""Metrics of pictures and of sets of pictures, and the networks that some of them need."""
 
 from .pixels import compare
 

@@ -1,4 +1,4 @@
-"""Distances between two sets of pictures, from features of an Inception network."""
+"""Distances between two sets of pictures, from their features in an Inception network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     """FID: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)) of two sets of features [n, d] (Heusel et al. 2017).
 
     With C = R^T R from the QR decomposition of the centred features, the trace of the root is the sum of the singular
-    values of R1 R2^T: no root of a matrix is needed, nor more pictures than features.
+    values of R1 R2^T. So no matrix root is taken, and fewer pictures than features will do.
     """
     _check_count("FID", first, second)
     one, two = first.double(), second.double()
@@ -23,13 +23,13 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     shift = (one.mean(0) - two.mean(0)).square().sum()
     spread = sum(factor.square().sum() for factor in factors)
     distance = shift + spread - 2 * torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
-    # Rounding takes the distance of a set to itself a little below zero.
+    # Rounding may put the distance of a set to itself slightly below zero.
     return distance.clamp_min(0).item()
 
 
 def kernel_distance(first: Tensor, second: Tensor) -> float:
-    """KID: the squared mean discrepancy of two sets of features [n, d] under the kernel (x.y / d + 1)^3, without bias
-    (Binkowski et al. 2018). All pairs count, not those of random subsets, so there is nothing to draw.
+    """KID: the unbiased squared maximum mean discrepancy of two sets of features [n, d] under the kernel
+    (x.y / d + 1)^3 (Binkowski et al. 2018). It averages over all pairs instead of random subsets.
     """
     _check_count("KID", first, second)
     one, two = first.double(), second.double()

@@ -1,7 +1,6 @@
 """Networks that turn a picture, uint8 [H, W, 3], into a vector.
 
-Pictures go through one by one: with others beside it a picture's vector would differ by rounding, and a figure would
-depend on what else was measured.
+Pictures go through one at a time. In a batch, rounding would make a vector depend on the other pictures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SSCD_SIDE = 288
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Without gradients, and with the same rounding whenever it is run: no tuning, no reduced precision."""
+    """Run without gradients and with reproducible rounding: no autotuning, no reduced precision."""
     with (
         torch.inference_mode(),
         torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
@@ -48,21 +47,20 @@ class Inception:
         return self.of_many(picture.permute(2, 0, 1)[None])[0]
 
     def of_many(self, pictures: Tensor) -> Tensor:
-        """uint8 [n, 3, H, W] to [n, 2048], at once: for thousands, where rounding does not matter."""
+        """uint8 [n, 3, H, W] -> [n, 2048] as one batch: faster for thousands, where rounding does not matter."""
         pixels = pictures.to(self._device).float()
-        # Without it the first calls run other code than those after them.
+        # The optimiser of TorchScript would run different code in the first calls than in later ones.
         with exactly(), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             features = self._network((_resized_from_corner(pixels, _INCEPTION_SIDE) - 128) / 128)
         return features.float().cpu()
 
 
 def _resized_from_corner(pixels: Tensor, side: int) -> Tensor:
-    """[B, C, H, W] -> [B, C, side, side], bilinear with the first pixel of both in one place, as the original FID
-    does; the usual way puts the corners in one place."""
+    """[B, C, H, W] -> [B, C, side, side], bilinear. As in the original FID, the centres of the first pixels coincide;
+    usually the corners do."""
     height, width = pixels.shape[-2:]
-    rows, columns = (
-        torch.arange(side, device=pixels.device) * (length / side) for length in (height, width)
-    )  # in pixels of the original
+    # Positions in the original picture.
+    rows, columns = (torch.arange(side, device=pixels.device) * (length / side) for length in (height, width))
 
     def along(values: Tensor, places: Tensor, axis: int) -> Tensor:
         lower = places.floor().long()
@@ -75,7 +73,7 @@ def _resized_from_corner(pixels: Tensor, side: int) -> Tensor:
 
 
 class Sscd:
-    """The copy detector SSCD, as ONNX: [512], of unit length."""
+    """The copy detector SSCD, as ONNX: a unit vector [512]."""
 
     def __init__(self, path: Path, threads: int) -> None:
         import onnxruntime
@@ -90,11 +88,11 @@ class Sscd:
         resized = F.interpolate(pixels, (_SSCD_SIDE, _SSCD_SIDE), mode="bilinear", antialias=True)
         whole = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
         vector = torch.from_numpy(self._session.run(None, {self._name: whole.numpy()})[0])
-        return F.normalize(vector[0].float(), dim=0)
+        return _unit(vector[0])
 
 
 class Dino:
-    """A DINO or DINOv2 network of transformers: its class token, of unit length."""
+    """A DINO or DINOv2 network of transformers: its class token as a unit vector."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoModel
@@ -106,11 +104,11 @@ class Dino:
     def __call__(self, picture: Tensor) -> Tensor:
         with exactly():
             states = self._network(pixel_values=self._prepare(picture).to(self._device)).last_hidden_state
-        return F.normalize(states[0, 0].float().cpu(), dim=0)
+        return _unit(states[0, 0])
 
 
 class Clip:
-    """A CLIP network of transformers: vectors of unit length for pictures and for texts."""
+    """A CLIP network of transformers: unit vectors of pictures and of texts."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         from transformers import AutoTokenizer, CLIPModel
@@ -125,22 +123,22 @@ class Clip:
         with exactly():
             pixels = self._prepare(picture).to(self._device)
             vector = self._network.visual_projection(self._network.vision_model(pixel_values=pixels).pooler_output)
-        return F.normalize(vector[0].float().cpu(), dim=0)
+        return _unit(vector[0])
 
     def _text(self, text: str) -> Tensor:
-        """Of what fits: CLIP reads 77 tokens, about 50 words."""
+        """The unit vector of a text, cut to what CLIP reads: 77 tokens, about 50 words."""
         length = self._network.config.text_config.max_position_embeddings
         tokens = self._tokenizer(text, truncation=True, max_length=length, return_tensors="pt").to(self._device)
         with exactly():
             outputs = self._network.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
             vector = self._network.text_projection(outputs.pooler_output)
-        return F.normalize(vector[0].float().cpu(), dim=0)
+        return _unit(vector[0])
 
 
 class Preparation:
-    """A network's own way with pictures, from its `preprocessor_config.json`: resize, crop, normalise.
+    """Resizes, crops and normalises pictures for a network, as its `preprocessor_config.json` says.
 
-    transformers' own classes give other pixels with torchvision than without it.
+    The classes in transformers are not used: their pixels depend on whether torchvision is installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -148,18 +146,18 @@ class Preparation:
         if not path.is_file():
             raise TokenMergeError(f"{folder} has no preprocessor_config.json; give a complete model folder")
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        size, crop = values["size"], values.get("crop_size")
+        size, crops = values["size"], values.get("do_center_crop")
+        if isinstance(size, int) and crops:
+            # In old files of CLIP, one number beside a crop is the shortest side.
+            size = {"shortest_edge": size}
         self._shortest: int | None = size.get("shortest_edge") if isinstance(size, dict) else None
-        self._size: tuple[int, int] | None = None if self._shortest else _sides(size)
-        # Old files of CLIP give one number, which means the shortest side where there is a crop.
-        if isinstance(size, int) and values.get("do_center_crop"):
-            self._shortest, self._size = size, None
-        self._crop = _sides(crop) if values.get("do_center_crop") else None
+        self._size = None if self._shortest else _sides(size)
+        self._crop = _sides(values["crop_size"]) if crops else None
         self._resample = Image.Resampling(values.get("resample", Image.Resampling.BICUBIC))
         self._mean, self._deviation = (torch.tensor(values[f"image_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
 
     def __call__(self, picture: Tensor) -> Tensor:
-        """[1, 3, height, width]."""
+        """uint8 [H, W, 3] -> [1, 3, height, width]."""
         image = Image.fromarray(picture.numpy())
         width, height = self._size or _scaled(image.size, self._shortest or min(image.size))
         image = image.resize((width, height), self._resample)
@@ -171,14 +169,18 @@ class Preparation:
 
 
 def _sides(size: Any) -> tuple[int, int]:
-    """Width and height from a number or a mapping."""
+    """Width and height, from a number or a mapping."""
     return (size, size) if isinstance(size, int) else (size["width"], size["height"])
 
 
 def _scaled(size: tuple[int, int], shortest: int) -> tuple[int, int]:
-    """`size` with its shortest side as told."""
+    """`size`, scaled so that its shortest side is `shortest`."""
     low = min(size)
     return int(size[0] * shortest / low), int(size[1] * shortest / low)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    return F.normalize(vector.float().cpu(), dim=0)
 
 
 def _loaded(kind: Any, folder: Path) -> Any:

@@ -1,10 +1,9 @@
-"""The metrics by name, and `Meter`, which measures pictures with those that can be had."""
+"""All metrics by name, and `Meter`, which measures pictures with the available ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from ...errors import TokenMergeError, did_you_mean
 from . import pixels
 from .distributions import frechet_distance, kernel_distance
 from .networks import Found, Sources, find_network
+from .statistics import without_parts
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure. kind: of a `pair` of pictures (reference and test), of a picture and its `text`, or of a `set`."""
+    """A metric. kind: it measures a `pair` of pictures (reference and test), a picture and its `text`, or a `set`."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture, uint8 [H, W, 3], and the vectors that networks have made of it."""
+    """A picture, uint8 [H, W, 3], and a cache of its vectors by network."""
 
     pixels: Tensor
     vectors: dict[str, Tensor] = field(default_factory=dict)
@@ -54,9 +54,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Choice:
-    """Metrics that were chosen and can be had, the networks they use, and why others cannot be had.
+    """The chosen metrics that are available, their networks, and why other metrics are missing.
 
-    named: whether they were asked for by name, so that none may be left out."""
+    named: the user named the metrics, so none may be left out."""
 
     metrics: tuple[Metric, ...]
     networks: dict[str, Found]
@@ -67,7 +67,7 @@ class Choice:
         return tuple(metric for metric in self.metrics if metric.kind == kind)
 
     def without(self, reasons: dict[str, str]) -> Choice:
-        """Without metrics of the kinds that `reasons` speak against."""
+        """The choice without the kinds of metrics in `reasons`, which gives a reason for each kind."""
         left_out = {metric.name: reasons[metric.kind] for metric in self.metrics if metric.kind in reasons}
         if self.named and left_out:
             name, reason = next(iter(left_out.items()))
@@ -76,7 +76,7 @@ class Choice:
         return replace(self, metrics=kept, missing={**self.missing, **left_out})
 
     def missing_lines(self) -> list[str]:
-        """One line for each reason that metrics are missing for."""
+        """One line per reason, with all metrics that are missing for it."""
         titles: dict[str, list[str]] = {}
         for name, reason in self.missing.items():
             titles.setdefault(reason, []).append(BY_NAME[name].title)
@@ -87,7 +87,7 @@ class Choice:
 
 
 def choose_metrics(names: Sequence[str] | None, sources: Sources) -> Choice:
-    """The metrics `names`, all of which must be there; or, without names, those that are there."""
+    """The metrics in `names`, all of which must be available; without names, all available ones."""
     for name in names or ():
         if name not in BY_NAME:
             near = did_you_mean(name, BY_NAME)
@@ -108,7 +108,7 @@ def choose_metrics(names: Sequence[str] | None, sources: Sources) -> Choice:
 
 
 class Meter:
-    """Measures. Each network is loaded on first use, once."""
+    """Measures pictures. Loads each network once, on first use."""
 
     def __init__(self, choice: Choice, device: torch.device, threads: int = 1) -> None:
         self._choice = choice
@@ -118,44 +118,42 @@ class Meter:
 
     def pair(self, metric: Metric, reference: Picture, test: Picture) -> float:
         pixels.check_sizes(reference.pixels, test.pixels)
-        return self._pairwise[metric.name](reference, test)
+        if metric.name == "lpips":
+            return self._lpips(reference, test)
+        if metric.network is not None:
+            cosine = _cosine(self._vector(metric.network, reference), self._vector(metric.network, test))
+            return cosine if metric.higher_is_better else 1 - cosine
+        return pixels.MEASURES[metric.name](self._pixels(reference), self._pixels(test))
 
     def text(self, metric: Metric, prompt: str, test: Picture) -> float:
-        return {"clip": self._clip_score}[metric.name](prompt, test)
+        assert metric.network is not None
+        return 100 * _cosine(self._vector(metric.network, test), self._network(metric.network).text(prompt))
 
     def features(self, picture: Picture) -> Tensor:
-        """What the metrics of sets are made from, [2048]."""
+        """Features [2048] of a picture, from which metrics of sets are computed."""
         return self._vector("inception", picture)
 
     @staticmethod
     def of_sets(metric: Metric, reference: Tensor, test: Tensor) -> float:
-        """From the features of two sets, [n, 2048] each."""
+        """A metric of two sets of pictures, from their features [n, 2048]."""
         return {"fid": frechet_distance, "kid": kernel_distance}[metric.name](reference, test)
 
-    @cached_property
-    def _pairwise(self) -> dict[str, Callable[[Picture, Picture], float]]:
-        return {
-            "mse": lambda reference, test: pixels.mse(self._pixels(reference), self._pixels(test)),
-            "psnr": lambda reference, test: pixels.psnr(self._pixels(reference), self._pixels(test)),
-            "ssim": lambda reference, test: pixels.ssim(self._pixels(reference), self._pixels(test)),
-            "lpips": self._lpips_distance,
-            "dino": lambda reference, test: 1 - _cosine(self._vector("dino", reference), self._vector("dino", test)),
-            "sscd": lambda reference, test: _cosine(self._vector("sscd", reference), self._vector("sscd", test)),
-        }
+    def of_parts(self, metric: Metric, reference: Tensor, test: Tensor, keys: Sequence[Hashable]) -> list[float]:
+        """A metric of the whole set `test`, then of the set without each part, for `jackknife`. keys: as in
+        `without_parts`."""
+        sets = [test, *(test[left] for left in without_parts(keys))]
+        return [self.of_sets(metric, reference, each) for each in sets]
 
     def _pixels(self, picture: Picture) -> Tensor:
-        """Where they are compared fastest; not every device has double precision."""
+        """On the fastest device with double precision."""
         return picture.pixels.to(self._device) if self._device.type == "cuda" else picture.pixels
-
-    def _clip_score(self, prompt: str, test: Picture) -> float:
-        return 100 * _cosine(self._vector("clip", test), self._network("clip").text(prompt))
 
     def _vector(self, network: str, picture: Picture) -> Tensor:
         if network not in picture.vectors:
             picture.vectors[network] = self._network(network)(picture.pixels)
         return picture.vectors[network]
 
-    def _lpips_distance(self, reference: Picture, test: Picture) -> float:
+    def _lpips(self, reference: Picture, test: Picture) -> float:
         from .embeddings import exactly
 
         first, second = (
@@ -171,7 +169,7 @@ class Meter:
 
 
 def _load(name: str, path: Path, device: torch.device, threads: int) -> Any:
-    """A network by the name that metrics have for it."""
+    """Load a network by its name in the table of metrics."""
     from . import embeddings
     from .perceptual import ALEXNET, PerceptualDistance, read_weights
 

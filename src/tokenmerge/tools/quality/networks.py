@@ -1,4 +1,4 @@
-"""Where the networks that judge pictures come from: a folder, an installed package, or the hub."""
+"""Finds the networks of metrics: in a folder, in an installed package, or on the hub."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..files import digest_of
 
 CLIP_MODEL = "openai/clip-vit-large-patch14"
 DINO_MODEL = "facebook/dinov2-base"
-# What CLIP and DINO load: no weights in other formats, which may be as large again.
+# The files that CLIP and DINO need. Weights in other formats would double the download.
 _HUB_FILES = ["*.json", "*.txt", "*.model", "model*.safetensors"]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where to look: a folder first, then installed packages; CLIP and DINO by folder or hub id."""
+    """Where to look: first in a folder, then in installed packages. CLIP and DINO: a folder or a hub id."""
 
     folder: Path | None = None
     clip: str = CLIP_MODEL
@@ -31,7 +31,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Found:
-    """A network's file or folder, and what tells it from another."""
+    """A network's file or folder, and a digest that identifies it."""
 
     path: Path
     identity: str
@@ -39,14 +39,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a network is not there, and how to get it."""
+    """Why a network is missing, and how to get it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class _Packaged:
-    """A network that is one file of a package."""
+    """A network that is a single file in a package."""
 
     file: str
     package: str
@@ -65,12 +65,12 @@ class _Packaged:
         )
 
     def _in_folder(self, folder: Path | None) -> Path | None:
-        """The file, however deep: an unpacked package will do."""
+        """The file at any depth, so that an unpacked package will do."""
         found = sorted(folder.rglob(self.file), key=lambda path: (len(path.parts), path)) if folder else []
         return found[0] if found else None
 
     def _in_package(self) -> Path | None:
-        # Found and not imported, since the packages want other packages that are not needed for their weights.
+        # Not imported: the packages depend on others that their weights do not need.
         spec = find_spec(self.package)
         places = [Path(place) / self.inside for place in (spec.submodule_search_locations or ())] if spec else []
         return next((place for place in places if place.is_file()), None)
@@ -84,7 +84,7 @@ _PACKAGED = {
 
 
 def find_network(name: str, sources: Sources) -> Found | Missing:
-    """A network by the name that metrics have for it, or why it is not there."""
+    """A network by its name in the table of metrics, or why it is missing."""
     if name in _PACKAGED:
         return _PACKAGED[name].find(sources)
     if find_spec("transformers") is None:
@@ -94,13 +94,13 @@ def find_network(name: str, sources: Sources) -> Found | Missing:
     found = next((folder for folder in folders if folder.is_dir()), None) or _from_hub(model)
     if isinstance(found, str):
         return Missing(
-            f"{model} cannot be had from the hub ({found}); --{name} FOLDER, or a folder '{name}' in --networks"
+            f"{model} cannot be loaded from the hub ({found}); give --{name} FOLDER, or a folder '{name}' in --networks"
         )
     return Found(found, _digest_folder(found))
 
 
 def _from_hub(model: str) -> Path | str:
-    """The folder of a model in the hub's cache, fetched if need be, or why it cannot be had."""
+    """The folder of a model in the hub's cache, after a download if needed; or the reason for a failure."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -109,15 +109,15 @@ def _from_hub(model: str) -> Path | str:
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError:
-        return "it cannot be reached"
+        return "the hub cannot be reached"
     except HFValidationError:
-        return "neither a folder nor a name of the hub"
+        return "it is neither a folder nor a hub id"
     except HfHubHTTPError:
-        return "no such model, or no access"
+        return "it does not exist, or you have no access"
 
 
 def _digest_folder(folder: Path) -> str:
-    """Of the small files' contents and the large ones' sizes: weights take long to read."""
+    """A digest of contents for JSON files, and of sizes for all others: weights take long to read."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         content = digest_of(path) if path.suffix == ".json" else str(path.stat().st_size)

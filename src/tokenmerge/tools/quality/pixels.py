@@ -1,4 +1,4 @@
-"""How far apart two pictures are. Pictures are uint8 [H, W, 3]."""
+"""Metrics of two pictures, uint8 [H, W, 3], by their pixels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from ...errors import TokenMergeError
 
 _PEAK = 255.0
-# Wang et al. 2004: an 11x11 Gaussian window of deviation 1.5, and these constants.
+# SSIM (Wang et al. 2004): the side and standard deviation of its Gaussian window, and its constants.
 _WINDOW, _DEVIATION, _K1, _K2 = 11, 1.5, 0.01, 0.03
 
 
 def compare(reference: Tensor, test: Tensor) -> dict[str, float]:
     """MSE on the 0-255 scale, PSNR in dB and SSIM of `test` against `reference`."""
     check_sizes(reference, test)
-    return {"mse": mse(reference, test), "psnr": psnr(reference, test), "ssim": ssim(reference, test)}
+    return {name: measure(reference, test) for name, measure in MEASURES.items()}
 
 
 def check_sizes(reference: Tensor, test: Tensor) -> None:
@@ -33,13 +33,13 @@ def mse(reference: Tensor, test: Tensor) -> float:
 
 
 def psnr(reference: Tensor, test: Tensor) -> float:
-    """Infinite for equal pictures."""
+    """PSNR in dB; infinite for equal pictures."""
     error = mse(reference, test)
     return 10 * math.log10(_PEAK**2 / error) if error else math.inf
 
 
 def ssim(reference: Tensor, test: Tensor) -> float:
-    """Structural similarity, the mean over places where the window fits, and over channels."""
+    """SSIM, averaged over all places where the window fits, and over channels."""
     first, second = (picture.double().permute(2, 0, 1) for picture in (reference, test))
     if min(first.shape[-2:]) < _WINDOW:
         raise TokenMergeError(f"SSIM needs pictures of at least {_WINDOW}x{_WINDOW} pixels, not {_size(reference)}")
@@ -53,12 +53,15 @@ def ssim(reference: Tensor, test: Tensor) -> float:
     return likeness.mean().item()
 
 
+MEASURES = {"mse": mse, "psnr": psnr, "ssim": ssim}
+
+
 def _size(picture: Tensor) -> str:
     return f"{picture.shape[1]}x{picture.shape[0]}"
 
 
 def _blurred(maps: Tensor) -> Tensor:
-    """Means under the window, [..., H, W] -> [..., H - 10, W - 10]: down, then across, which is far less work."""
+    """Means under the window, [..., H, W] -> [..., H - 10, W - 10]. One axis at a time is far less work."""
     place = torch.arange(_WINDOW, dtype=maps.dtype) - _WINDOW // 2
     line = torch.exp(-(place**2) / (2 * _DEVIATION**2))
     for axis in (-2, -1):

@@ -1,1 +1,1 @@
-"""`tokenmerge tune`: search settings of Merge and Hold for a budget of drift or a wished speed-up."""
+"""`tokenmerge tune`: searches settings of Merge and Hold for a budget of drift or a target speed-up."""

@@ -1,11 +1,11 @@
-"""What a search is for: a drift that is not to be passed, or a speed-up that is wished."""
+"""The goal of a search: a budget of drift, or a target speed-up."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from ...errors import TokenMergeError
@@ -16,13 +16,13 @@ from ..quality.statistics import Estimate
 from ..typed import Configuration
 
 DEFAULT_METRIC = "lpips"
-# Distances of a pair of pictures: 0 for equal ones.
+# Metrics of pairs that are 0 for equal pictures.
 DRIFTS = tuple(metric.name for metric in METRICS if metric.kind == "pair" and not metric.higher_is_better)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration as it was measured: seconds per picture, speed-up over the plain model, and drift from it."""
+    """A measured configuration: seconds per picture, speed-up over the plain model, and drift from it."""
 
     configuration: Configuration
     seconds: float
@@ -34,57 +34,57 @@ class Point:
             **self.configuration.to_dict(),
             "seconds": self.seconds,
             "speed_up": self.speed_up,
-            "drift": {"mean": self.drift.mean, "interval": self.drift.interval},
+            "drift": asdict(self.drift),
         }
 
 
 @dataclass(frozen=True)
 class Goal(ABC):
-    """A bound that settings must keep, and what is best among those that do."""
+    """A bound that settings must meet, and a cost by which those that meet it are ranked."""
 
     metric: Metric
     value: float
 
-    # The option that gives its value, and how to make it easier.
+    # The option that sets its value, and advice to make the goal easier.
     option: ClassVar[str]
     easier: ClassVar[str]
 
     @property
     @abstractmethod
     def bound(self) -> str:
-        """What keeps it, for people."""
+        """The bound in words."""
 
     @abstractmethod
     def met_by(self, point: Point) -> bool: ...
 
     @abstractmethod
     def cost(self, point: Point) -> float:
-        """What is to be least among settings that keep the bound."""
+        """The figure to minimise among settings that meet the bound."""
 
     @abstractmethod
     def miss(self, point: Point) -> tuple[float, ...]:
-        """By how much a setting misses the bound, to be compared with other misses."""
+        """How far a setting misses the bound; compare only with other misses."""
 
     @abstractmethod
     def bounded(self, point: Point) -> float:
-        """The figure that the bound is about."""
+        """The figure that the bound limits."""
 
     def best_first(self, points: Sequence[Point]) -> list[Point]:
-        """Those that meet the goal, in the order in which they are wanted."""
+        """The points that meet the goal, best first."""
         return sorted(filter(self.met_by, points), key=self.cost)
 
     def nearest(self, points: Sequence[Point]) -> Point:
-        """The first of those that meet the goal; if none does, the one that misses it by least."""
+        """The best point that meets the goal, or else the one that misses it least."""
         met = self.best_first(points)
         return met[0] if met else min(points, key=self.miss)
 
     def distance(self, point: Point) -> float:
-        """How far a point lies from the bound, on either side, as the logarithm of a factor."""
+        """The distance of a point from the bound, on either side: the logarithm of their ratio."""
         value = self.bounded(point)
         return abs(math.log(value / self.value)) if value > 0.0 else math.inf
 
-    def told(self, point: Point) -> str:
-        """A point's drift and speed-up, for people."""
+    def describe(self, point: Point) -> str:
+        """The drift and speed-up of a point in words."""
         return f"{self.metric.title} {figure(self.metric, point.drift)} at {point.speed_up:.2f}x"
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,8 +93,7 @@ class Goal(ABC):
 
 @dataclass(frozen=True)
 class Budget(Goal):
-    """The fastest with at most so much drift. It must also be worth it: faster than the plain model, which has no
-    drift."""
+    """The fastest settings within a budget of drift. They must beat the plain model, which has no drift."""
 
     option: ClassVar[str] = "budget"
     easier: ClassVar[str] = "a larger --budget"
@@ -121,7 +120,7 @@ class Budget(Goal):
 
 @dataclass(frozen=True)
 class SpeedUp(Goal):
-    """The least drift at a speed-up of at least so much."""
+    """The least drift at a target speed-up or above."""
 
     option: ClassVar[str] = "speed_up"
     easier: ClassVar[str] = "a smaller --speed-up"
@@ -149,12 +148,12 @@ class SpeedUp(Goal):
 def read_goal(
     budget: tuple[str | None, float] | None, speed_up: float | None, metric: str | None, sources: Sources
 ) -> Goal:
-    """A goal as typed: one of budget and speed_up. The network of its metric must be there."""
+    """The goal from the options, which give either a budget or a speed-up. The network of its metric must be there."""
     goal: Goal
     if budget is not None:
         named, most = budget
         if named and metric and named != metric:
-            raise TokenMergeError(f"--budget is about {named} and --metric about {metric}; leave one out")
+            raise TokenMergeError(f"--budget names {named}, but --metric {metric}; leave one out")
         goal = Budget(_drift(named or metric), most)
     else:
         assert speed_up is not None
@@ -170,5 +169,5 @@ def read_goal(
 def _drift(name: str | None) -> Metric:
     name = name or DEFAULT_METRIC
     if name not in DRIFTS:
-        raise TokenMergeError(f"drift cannot be measured by {name!r}; choose from {', '.join(DRIFTS)}")
+        raise TokenMergeError(f"{name!r} does not measure drift; choose from {', '.join(DRIFTS)}")
     return BY_NAME[name]

@@ -1,4 +1,4 @@
-"""Successive halving by non-domination in seconds and drift."""
+"""Successive halving: fronts of speed-up and drift, and the points that go on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .goal import Goal, Point
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other dominates, fastest first: none is nowhere worse than such a point and somewhere
-    better."""
+    """The points that no other dominates, fastest first. A point dominates another if it is at least as good in both
+    speed-up and drift, and better in one."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: (*_place(point), point.configuration.label)):
         if not kept or point.drift.mean < kept[-1].drift.mean or _place(point) == _place(kept[-1]):
@@ -22,7 +22,7 @@ def _place(point: Point) -> tuple[float, float]:
 
 
 def layers(points: Sequence[Point]) -> list[list[Point]]:
-    """The front, the front of what is left without it, and so on."""
+    """The front, then the front of all other points, and so on."""
     left, found = list(points), []
     while left:
         found.append(front(left))
@@ -31,7 +31,7 @@ def layers(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def rung_sizes(candidates: int, rungs: int) -> list[int]:
-    """How many candidates each rung has: half of the one before, rounded up."""
+    """The number of candidates in each rung: half of those in the one before, rounded up."""
     sizes = [candidates]
     while len(sizes) < rungs:
         sizes.append(-(-sizes[-1] // 2))
@@ -39,10 +39,10 @@ def rung_sizes(candidates: int, rungs: int) -> list[int]:
 
 
 def survivors(points: Sequence[Point], plain: Point, goal: Goal, count: int) -> list[Point]:
-    """The `count` points that go on: the one that would be chosen now, then layer by layer, and within a layer those
-    nearest to the goal's line.
+    """The `count` points that go on: the one that would be chosen now, then layer by layer, and in each layer those
+    nearest to the bound.
 
-    plain: the plain model, without drift; what is slower than it is in no first layer.
+    plain: the plain model, without drift. It keeps slower points out of the first layer.
     """
     best = goal.nearest(points)
     ordered = [

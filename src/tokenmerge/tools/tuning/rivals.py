@@ -1,4 +1,4 @@
-"""Rivals beside a search: step caches and schedules, measured on the samples of its last rung and never chosen."""
+"""Rivals in a search: step caches and schedules, measured on the samples of its last rung and never chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..drawing.studio import Studio
 from ..rivals.reading import RIVALS, SCHEDULES
 from ..typed import NO_TECHNIQUES, PLAIN, Configuration, heads, read_configurations, read_typed
 
-# A careful and a fast setting of each; of schedules, what the steps are divided by.
+# A careful and a fast setting of each cache, and the divisors of the steps for schedules.
 _CACHES = {
     "first-block": ("threshold=0.1", "threshold=0.2"),
     "mag": ("threshold=0.06,max_skip_steps=1", "threshold=0.06,max_skip_steps=3"),
@@ -21,9 +21,9 @@ _DIVISORS = (2, 3)
 
 
 def read_rivals(asked: Sequence[str] | None, studio: Studio) -> tuple[tuple[Configuration, ...], dict[str, str]]:
-    """Rivals as typed, a bare name in its known settings; without, all that the model can have, and why not the others.
+    """Rivals as typed, and why others are left out. A bare name stands for its known settings.
 
-    What was typed and cannot be is an error.
+    Without `asked`: all rivals that fit the model. A typed rival that does not fit is an error.
     """
     taken: list[Configuration] = []
     left_out: dict[str, str] = {}
@@ -42,7 +42,7 @@ def read_rivals(asked: Sequence[str] | None, studio: Studio) -> tuple[tuple[Conf
 
 
 def _settings(text: str, steps: int) -> list[str]:
-    """The known settings of a bare name; else the text itself."""
+    """The known settings of a bare name, or else the text itself."""
     if text in SCHEDULES:
         counter = "count" if text == "steps" else "steps"
         return [f"{text}:{counter}={max(1, steps // divisor)}" for divisor in _DIVISORS]
@@ -50,8 +50,8 @@ def _settings(text: str, steps: int) -> list[str]:
 
 
 def _read(text: str) -> Configuration:
-    """A rival as typed, with or without the plain model before it."""
+    """A rival as typed; `none + ` before it is optional."""
     typed = read_typed(f"{PLAIN} + {text}" if heads(text)[0] in RIVALS else text)
     if typed.configuration.techniques != NO_TECHNIQUES or not typed.configuration.rivals:
-        raise TokenMergeError(f"{text!r} is no rival; use {', '.join(RIVALS)}, or leave it to --techniques")
+        raise TokenMergeError(f"{text!r} is not a rival; use {', '.join(RIVALS)}, or give it to --techniques")
     return typed.configuration

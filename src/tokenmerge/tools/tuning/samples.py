@@ -1,4 +1,4 @@
-"""Prompts and seeds for every rung, none of them used twice."""
+"""Prompts and seeds for every rung; no pair of them is used twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...planning.tables import counted
 
 @dataclass(frozen=True)
 class Share:
-    """The prompts and seeds of one rung. fresh: whether its prompts, and not only its seeds, are in no rung before."""
+    """The prompts and seeds of one rung. fresh: no rung before has these prompts; otherwise only the seeds are new."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -22,13 +22,13 @@ class Share:
         return len(self.prompts) * len(self.seeds)
 
     def __str__(self) -> str:
-        told, seeds = counted(len(self.prompts), "prompt"), len(self.seeds)
-        return f"{told} x {seeds} seeds" if seeds > 1 else told
+        prompts, seeds = counted(len(self.prompts), "prompt"), len(self.seeds)
+        return f"{prompts} x {seeds} seeds" if seeds > 1 else prompts
 
 
 def shares(prompts: Sequence[str], counts: Sequence[int], seed: int) -> Iterator[Share]:
-    """A share of at least each of `counts` samples. Prompts come in a random order and start anew when all were used;
-    seeds are new in every share, so that no picture is made twice."""
+    """For each of `counts`, a share with at least that many samples. Prompts come in a random order, over and over.
+    Seeds are new in every share, so that no picture is drawn twice."""
     order = list(dict.fromkeys(prompts))
     Random(seed).shuffle(order)
     used = 0

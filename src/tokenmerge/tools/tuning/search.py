@@ -1,7 +1,7 @@
-"""The search: rung by rung, each an evaluation in a folder of its own, and a last one on samples nobody chose by.
+"""The search: rung by rung, each an evaluation in its own folder, and a last one on held-out samples.
 
-Nothing is remembered but what the evaluations keep: to go on is to walk through the same rungs again, where all that
-was made and timed is found, and so every decision comes out as before.
+The evaluations keep the only state. A resumed search goes through the same rungs again, finds what was drawn and timed,
+and so repeats every decision.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .rivals import read_rivals
 from .samples import Share, shares
 from .space import draw_candidates
 
-# The last rung chooses by what it saw, which flatters; a choice that fails on new samples gives way to the next.
+# How many candidates may be tried on held-out samples. Results on the samples of a choice flatter it, so it may fail.
 _TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Setup):
-    """What was asked for. number: pictures of every candidate in the first rung; each further one has twice as many."""
+    """What to search. number: pictures per candidate in the first rung; every further rung has twice as many."""
 
     prompts: Sequence[str]
     goal: Goal
-    techniques: Sequence[str] | None = None  # as typed, fields left out are searched; without, the family's
-    rivals: Sequence[str] | None = None  # as typed, to be shown beside the front; without, all there are
+    techniques: Sequence[str] | None = None  # as typed; other fields are searched; None: those of the model's family
+    rivals: Sequence[str] | None = None  # as typed, to show beside the front; None: all that fit
     candidates: int = 24
     rungs: int = 3
     number: int = 2
@@ -54,7 +54,7 @@ class Search(Setup):
     threads: int = 1
 
     def task(self, configurations: Sequence[Configuration], share: Share) -> Task:
-        """The evaluation of candidates on a share of the samples."""
+        """The evaluation of configurations on a share of the samples."""
         given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(Setup)}
         return Task(
             techniques=configurations,
@@ -64,18 +64,18 @@ class Search(Setup):
             sources=self.sources,
             batch=self.batch,
             repeats=self.repeats,
-            # The space is that of all models; what this one cannot do at this size is left out.
+            # The search space serves all models: leave out what this one cannot do at this size.
             tell_refused=True,
             **given,
         )
 
 
 def tune(search: Search, out: Path, *, resume: bool = False, command: str = "") -> Outcome:
-    """Search in the folder `out`, and write there the front, its plot and the preset that was found."""
+    """Search in the folder `out`, and write the front, its plot and the preset to it."""
     try:
         return _tune(search, out, resume=resume, command=command)
     except KeyboardInterrupt as interrupt:
-        # In place of what the evaluation of a rung says, which names its own folder.
+        # The evaluation of a rung would name its own folder.
         raise interrupted(out) from interrupt
 
 
@@ -83,9 +83,9 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     check_plots()
     check_folder(out)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise TokenMergeError("tune works in one process, since time is measured in all of it; start it by itself")
+        raise TokenMergeError("tune measures time all along, so it runs in one process; start it without a launcher")
     typed = None if search.techniques is None else [read_typed(text) for text in search.techniques]
-    # Checks what all rungs share, without weights.
+    # Checks the options that all rungs share, without loading weights.
     studio = Studio(search)
     family = studio.outline.family
     typed = typed or [read_typed(text) for text in default_techniques(family)]
@@ -93,85 +93,88 @@ def _tune(search: Search, out: Path, *, resume: bool, command: str) -> Outcome:
     rivals, left_out = read_rivals(search.rivals, studio)
     if 2 ** (search.rungs - 1) > search.candidates:
         raise TokenMergeError(
-            f"--rungs is {search.rungs}, and {search.candidates} candidates can be halved "
+            f"--rungs is {search.rungs}, but {search.candidates} candidates can be halved only "
             f"{search.candidates.bit_length() - 1} times; use fewer rungs or more --candidates"
         )
     counts = [search.number * 2**place for place in range(search.rungs)]
     drawn = list(shares(search.prompts, [*counts, *[2 * counts[-1]] * _TRIES], search.seed))
     check_seeds(*(seed for share in drawn for seed in share.seeds))
     samples, held_out = drawn[: search.rungs], drawn[search.rungs :]
-    begun = Folder(out / "rungs" / "1").begun() if resume else None
-    if begun is not None:
-        _check_begun(search, samples[0].count, begun, out)
-    elif resume:
-        tell_new(out)
+    if resume:
+        _check_begun(search, samples[0].count, out)
     _check_some_left(studio, candidates)
     sizes = rung_sizes(search.candidates, search.rungs)
     pictures = sum((size + 1) * share.count for size, share in zip(sizes, samples, strict=True))
-    if rivals:
-        pictures += (len(rivals) + 1) * samples[-1].count
-    # Over all rungs, above the bars of the evaluations.
+    pictures += (len(rivals) + 1) * samples[-1].count if rivals else 0
+    # One bar over all rungs, above the bars of the evaluations.
     with tqdm(total=pictures + 2 * held_out[0].count, unit="picture", leave=False) as bar:
-        rungs = _climb(search, candidates, samples, sizes, out / "rungs", resume, bar)
-        beside = None
-        if rivals:
-            bar.set_description("rivals")
-            beside = _measure(search, rivals, samples[-1], out / "rungs" / "rivals", resume)
-            bar.update((len(rivals) + 1) * samples[-1].count)
-        tried = _try_held_out(search, rungs[-1], held_out, out / "rungs", resume, bar)
+        race = _Race(search, out / "rungs", resume, bar)
+        rungs = race.climb(candidates, samples, sizes)
+        beside = race.measure("rivals", rivals, samples[-1]) if rivals else None
+        tried = race.try_held_out(rungs[-1], held_out)
     left_out |= beside.refused if beside else {}
     outcome = Outcome(search.goal, tuple(rungs), tuple(tried), command, beside.points if beside else (), left_out)
     write_outcome(outcome, out)
     return outcome
 
 
-def _climb(
-    search: Search,
-    configurations: Sequence[Configuration],
-    samples: Sequence[Share],
-    sizes: Sequence[int],
-    folder: Path,
-    resume: bool,
-    bar: Any,
-) -> list[Rung]:
-    """Rung by rung; from each the better half goes on."""
-    rungs: list[Rung] = []
-    for place, share in enumerate(samples):
-        bar.set_description(f"rung {place + 1} of {search.rungs}")
-        rung = _measure(search, configurations, share, folder / str(place + 1), resume)
-        if not rung.points:
-            raise _nothing_left(rung.refused)
-        rungs.append(rung)
-        bar.update((sizes[place] + 1) * share.count)
-        if place + 1 < search.rungs:
-            kept = survivors(rung.points, rung.plain, search.goal, sizes[place + 1])
-            configurations = [point.configuration for point in kept]
-    return rungs
+@dataclass(frozen=True)
+class _Race:
+    """A search under way in a folder."""
+
+    search: Search
+    folder: Path
+    resume: bool
+    bar: Any
+
+    def climb(self, candidates: Sequence[Configuration], samples: Sequence[Share], sizes: Sequence[int]) -> list[Rung]:
+        """Measure rung by rung. The better half of each goes on."""
+        rungs: list[Rung] = []
+        for place, (share, size) in enumerate(zip(samples, sizes, strict=True)):
+            if rungs:
+                kept = survivors(rungs[-1].points, rungs[-1].plain, self.search.goal, size)
+                candidates = [point.configuration for point in kept]
+            rungs.append(self.measure(str(place + 1), candidates, share, f"rung {place + 1} of {len(sizes)}"))
+            if not rungs[-1].points:
+                raise _nothing_left(rungs[-1].refused)
+        return rungs
+
+    def try_held_out(self, last: Rung, held_out: Sequence[Share]) -> list[Rung]:
+        """Measure the best candidates of the last rung on new samples, until one meets the goal."""
+        # A dominated candidate would hardly succeed where the one that dominates it fails.
+        best = front(last.points)
+        tried: list[Rung] = []
+        choices = self.search.goal.best_first(best) or [self.search.goal.nearest(best)]
+        for place, (point, share) in enumerate(zip(choices, held_out, strict=False)):
+            tried.append(self.measure(f"held-out-{place + 1}", [point.configuration], share))
+            if self.search.goal.met_by(tried[-1].points[0]):
+                break
+        return tried
+
+    def measure(self, name: str, configurations: Sequence[Configuration], share: Share, label: str = "") -> Rung:
+        """Evaluate configurations, and the plain model with them. name: of the folder. label: for the bar."""
+        self.bar.set_description(label or name)
+        folder = self.folder / name
+        # A resumed search may not have begun this rung.
+        goes_on = self.resume and Folder(folder).begun() is not None
+        results = evaluate(self.search.task(configurations, share), folder, resume=goes_on)
+        assert results is not None
+        pictures = (len(configurations) + 1) * share.count
+        # The number of tries on held-out samples was not known before.
+        self.bar.total = max(self.bar.total, self.bar.n + pictures)
+        self.bar.update(pictures)
+        plain, *points = _points(results, self.search.goal)
+        return Rung(share, plain, tuple(points), results, results.settings["refused"])
 
 
-def _try_held_out(
-    search: Search, last: Rung, held_out: Sequence[Share], folder: Path, resume: bool, bar: Any
-) -> list[Rung]:
-    """The best of the last rung on new samples, until one meets the goal there."""
-    bar.set_description("held out")
-    # What another of the last rung dominates cannot succeed where that fails.
-    best = front(last.points)
-    tried: list[Rung] = []
-    choices = search.goal.best_first(best) or [search.goal.nearest(best)]
-    for place, (point, share) in enumerate(zip(choices, held_out, strict=False)):
-        tried.append(_measure(search, [point.configuration], share, folder / f"held-out-{place + 1}", resume))
-        # How many there will be is not known before.
-        bar.total = max(bar.total, bar.n + 2 * share.count)
-        bar.update(2 * share.count)
-        if search.goal.met_by(tried[-1].points[0]):
-            break
-    return tried
-
-
-def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Path) -> None:
-    """Refuse to go on with a search of other options, by their names; the evaluations would name what follows from
-    them. pictures: of a candidate in the first rung. before: what its evaluation was asked for."""
-    # The plain model is no candidate.
+def _check_begun(search: Search, pictures: int, out: Path) -> None:
+    """Refuse to resume a search that had other options, by their names: the evaluations would name what follows from
+    the options. pictures: those of a candidate in the first rung."""
+    before = Folder(out / "rungs" / "1").begun()
+    if before is None:
+        tell_new(out)
+        return
+    # The plain model is not a candidate.
     candidates = len(before["configurations"]) - 1 + len(before["refused"])
     for name, old, new in (
         ("candidates", candidates, search.candidates),
@@ -185,7 +188,7 @@ def _check_begun(search: Search, pictures: int, before: dict[str, Any], out: Pat
 
 
 def _check_some_left(studio: Studio, candidates: Sequence[Configuration]) -> None:
-    """Refuse a search in which the model cannot have any candidate."""
+    """Refuse a search if no candidate fits the model."""
     refused: dict[str, str] = {}
     for each in candidates:
         try:
@@ -201,22 +204,11 @@ def _nothing_left(refused: dict[str, str]) -> TokenMergeError:
     return TokenMergeError(f"the model refuses every candidate, first {label!r}: {reason}")
 
 
-def _measure(search: Search, configurations: Sequence[Configuration], share: Share, folder: Path, resume: bool) -> Rung:
-    """One evaluation, the plain model with it."""
-    # The rungs of a search that goes on need not be there yet.
-    goes_on = resume and Folder(folder).begun() is not None
-    results = evaluate(search.task(configurations, share), folder, resume=goes_on)
-    if results is None:
-        raise RuntimeError("one process has no other to leave the results to")
-    plain, *points = _points(results, search.goal)
-    return Rung(share, plain, tuple(points), results, results.settings["refused"])
-
-
 def _points(results: Results, goal: Goal) -> Iterator[Point]:
     for row in results.rows:
         speed_up = results.speed_up(row)
-        if row.seconds is None or speed_up is None:
-            raise TokenMergeError(f"{results.folder.root} holds no time of {row.configuration.label!r}; use --resume")
-        # The plain model is what pictures are compared with, and has no figure.
+        assert row.seconds is not None
+        assert speed_up is not None
+        # The plain model has no figure: others are compared with it.
         drift = row.estimates.get(goal.metric.name, Estimate(0.0))
         yield Point(row.configuration, row.seconds, speed_up, drift)

@@ -1,4 +1,4 @@
-"""The settings that are searched, and candidates drawn from them."""
+"""The search space of settings, and candidates drawn from it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Axes = Mapping[str, tuple[Changes, ...]]
 _HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
 _STARTS: tuple[Changes, ...] = tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3))
 
-# A candidate takes one entry of every axis. Fields that only make sense together share an axis, so that no combination
-# is without meaning: between hard clusters the pseudo-inverse is the transpose, and soft ones need it.
+# A candidate takes one entry per axis. Fields that depend on each other share an axis, so that every combination makes
+# sense: for hard clusters the pseudo-inverse equals the transpose, and soft ones need it.
 MERGE_AXES: Axes = {
     "ratio": tuple({"ratio": ratio} for ratio in (0.25, 0.5, 0.75, 0.875, 0.9375)),
     "regions": tuple({"regions": f"tile:{side}x{side}", "merge_regions": None} for side in (2, 4, 8)),
@@ -44,31 +44,31 @@ HOLD_AXES: Axes = {
     ),
     "start": _STARTS,
 }
-# Fields of Hold of which one takes the place of the other.
+# Fields of Hold that replace each other.
 _INSTEAD = ("tolerance", "every")
-# Of models that have stages: all of them, or transformer blocks alone.
+# For models with stages: hold all stages, or transformer blocks only.
 WHAT: tuple[Changes, ...] = tuple({"what": what} for what in ("auto", "blocks"))
-# Always among the candidates: what a user would try first.
+# Candidates that are always tried, as a user would try them first.
 FIXED: dict[str, tuple[Changes, ...]] = {
     Merge.NAME: ({"ratio": 0.5}, {"ratio": 0.75}),
     Hold.NAME: ({"tolerance": TOLERANCE}, {"tolerance": 2 * TOLERANCE}),
 }
 # More would take days.
 MOST = 1000
-# Draws without a new candidate, after which there are taken to be no more.
+# After so many draws without a new candidate, there are presumably no more.
 _PATIENCE = 2000
 
 
 @dataclass(frozen=True)
 class Searched:
-    """A technique whose fields are searched, but for those that were typed."""
+    """A technique whose fields are searched, except those that were typed."""
 
     part: Part
     base: Merge | Hold
     axes: Axes
 
     def changed(self, changes: Changes) -> Merge | Hold:
-        """The technique with fields changed that were not typed."""
+        """The technique with `changes`, except in typed fields."""
         typed = set(self.part.fields)
         if not typed.isdisjoint(_INSTEAD):
             typed.update(_INSTEAD)
@@ -79,19 +79,19 @@ class Searched:
         return self.changed({name: value for changes in chosen for name, value in changes.items()})
 
     def typed(self, technique: Merge | Hold) -> Part:
-        """A technique as it is typed: by what was typed before, and how it differs."""
-        told = differing(technique, self.base)
+        """A technique as it would be typed: with the fields typed before, and those in which it differs."""
+        differences = differing(technique, self.base)
         if isinstance(technique, Hold):
-            # Of two that take each other's place, the one that counts.
-            told.pop("tolerance" if technique.tolerance is None else "every", None)
-        return Part(self.part.head, {**self.part.fields, **told})
+            # Leave out the unset one of the two fields that replace each other.
+            differences.pop("tolerance" if technique.tolerance is None else "every", None)
+        return Part(self.part.head, {**self.part.fields, **differences})
 
 
 def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
-    """The techniques of a configuration, each with the axes that are left to search."""
+    """The techniques of a configuration, each with its free axes."""
     for rival in typed.configuration.rivals:
         raise TokenMergeError(
-            f"{typed.configuration.label!r}: tune searches techniques alone; leave out {rival.name}, or name it with "
+            f"{typed.configuration.label!r}: tune searches only techniques; leave out {rival.name}, or name it with "
             "--rivals"
         )
     found = []
@@ -110,8 +110,7 @@ def searched(typed: Typed, family: Family) -> tuple[Searched, ...]:
 
 
 def draw_candidates(asked: Sequence[Typed], family: Family, count: int, seed: int) -> tuple[Configuration, ...]:
-    """`count` different candidates: the fixed ones of all that is asked for, then drawn ones, by a generator of its
-    own."""
+    """`count` different candidates: the fixed ones for all of `asked`, then ones drawn by a generator with `seed`."""
     kinds = [searched(typed, family) for typed in asked]
     found: dict[Techniques, Configuration] = {}
     for kind in kinds:
@@ -129,8 +128,8 @@ def draw_candidates(asked: Sequence[Typed], family: Family, count: int, seed: in
         misses = misses + 1 if len(found) == before else 0
         if misses > _PATIENCE:
             raise TokenMergeError(
-                f"--candidates is {count}, and only {len(found)} different ones exist; ask for fewer, or leave fields "
-                "of --techniques open"
+                f"--candidates is {count}, but only {len(found)} different ones exist; ask for fewer, or leave more "
+                "fields of --techniques open"
             )
     return tuple(found.values())
 
@@ -142,8 +141,7 @@ def _add(found: dict[Techniques, Configuration], kind: Sequence[Searched], techn
 
 
 def fits(merge: Merge) -> bool:
-    """Whether the method can remove exactly what is asked; else the candidate would be refused, or be another one in
-    disguise."""
+    """Whether the method can remove exactly this ratio. Otherwise the candidate would be refused, or repeat another."""
     method = method_for(merge)
     if "regions" in method.unread:
         try:
