@@ -190,5 +190,5 @@ def test_a_refused_call_is_refused_again() -> None:
     transformer.enable_cache(CACHES["first block"])
     arguments = family_of(transformer).example(transformer, 1, 16, 16)
     for _ in range(2):
-        with pytest.raises(TokenMergeError, match="use one of both"):
+        with pytest.raises(TokenMergeError, match="use only one of them"):
             transformer(**arguments)

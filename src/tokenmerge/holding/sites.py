@@ -184,14 +184,14 @@ class HeldSite(Site):
             )
         entered, run.entered = run.entered, None
         left = self.ports.leaving(output)
-        image, *others = residual.keep(_changes(entered, left))
+        missed, *others = residual.keep(_changes(entered, left))
         if run.adds:
-            image, self.holding.missed = _added(image, self.holding.missed, self.ports.text), None
+            missed, self.holding.missed = _added(missed, self.holding.missed, self.ports.text), None
             if not run.last:
-                self.holding.missed = image
                 # Corrected tokens would be unlike any that the next run has seen.
+                self.holding.missed = missed
                 return output
-        return self.ports.output(tuple(map(_made_up, left, (image, *others))))
+        return self.ports.output(tuple(map(_made_up, left, (missed, *others))))
 
 
 class LearnedSite(HeldSite):

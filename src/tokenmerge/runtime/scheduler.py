@@ -113,10 +113,12 @@ class Follower:
         self._place, self._stepped, self._predicted = None, None, None
         timesteps = getattr(scheduler, "timesteps", None)
         total = None if timesteps is None else len(timesteps)
-        # Read levels only if needed: some schedulers keep sigmas on the device, so that reading them waits.
-        levels = noise_levels(scheduler) if self._timeline.hold is not None else None
-        gain, length = error_gain(scheduler), output_length(scheduler)
-        self.clock.start_image(total, levels, gain=gain, length=length, clips=clips(scheduler))
+        if self._timeline.hold is None:
+            # Only Hold needs the noise. Some schedulers keep sigmas on the device, so that reading them waits.
+            self.clock.start_image(total)
+        else:
+            levels, gain, length = noise_levels(scheduler), error_gain(scheduler), output_length(scheduler)
+            self.clock.start_image(total, levels, gain=gain, length=length, clips=clips(scheduler))
         if self._predictor is not None:
             self._sample_levels = sample_levels(scheduler) or []
 
