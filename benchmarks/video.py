@@ -232,7 +232,7 @@ def measure(tokens: Tensor, target: Tensor, name: str) -> dict[float, dict[str, 
         target_lost = target - target_back
         found = {"similarity": similarity, "target_error": target_lost.norm() / target.norm()}
         found["target_flicker"] = change(target_lost, target)
-        # Rounding moves the stills of a batch a little.
+        # By rounding, even still clips change slightly.
         if moved > 1e-4:
             found["target_rest"] = change(target_back, target) / moved
             found["target_step"] = (lengths_of(target_back) / lengths_of(target)).max()
@@ -258,7 +258,7 @@ def back(tiles: Tensor, joined: Tensor, whole: torch.Size, shape: tuple[int, int
 def joining(pairs: Tensor, count: int, sharing: str | None) -> Tensor:
     """The destination that each token joins, one-hot [.., n, count]."""
     if sharing:
-        # One region has the tokens of all frames, and as candidates the places of one frame.
+        # One region holds the tokens of all frames. Its candidates are the positions of one frame.
         frames = pairs.unflatten(0, (-1, FRAMES))
         if sharing == "map":
             frames = frames.mean(1, keepdim=True).expand_as(frames)

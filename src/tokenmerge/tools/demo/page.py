@@ -51,7 +51,7 @@ class _Drawing:
 
 
 class _Handlers:
-    """Handlers of events. All visitors share them; `visit` holds what is a visitor's own."""
+    """Event handlers. All visitors share them; `visit` holds what is a visitor's own."""
 
     def __init__(self, easel: Easel, controls: Controls, views: Views, visit: gr.State) -> None:
         self.models = easel.models

@@ -122,7 +122,7 @@ class _Run:
         accelerator.wait_for_everyone()
 
     def _check_begun(self, resume: bool) -> None:
-        """Refuse a folder with a run, unless it is this run and shall be resumed."""
+        """Refuse a folder that holds a run, unless it is the same run and `resume` is set."""
         if not (self.out / _RECORD).is_file():
             if resume:
                 tell_new(self.out)

@@ -90,7 +90,7 @@ class Trainer:
         self.adapter = adapter
         self.at_once = at_once
         self.noising = noising
-        # Calls already lie in the window, and are not steps of a schedule that it could apply to.
+        # All calls lie in the window already. They are no steps of a schedule, to which it could apply.
         self._merge = merge.replace(start=0.0, stop=1.0)
         self._device = device
         self._half = None if dtype == "float32" else getattr(torch, dtype)
@@ -180,7 +180,7 @@ class Trainer:
         write_file(path, lambda file: torch.save(state, file))
 
     def restore(self, path: Path) -> Progress:
-        """Go on from a checkpoint."""
+        """Load a checkpoint; returns its progress."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             self.adapter.load(state["lora"])
@@ -198,8 +198,8 @@ def train(
     keep: Callable[[Progress], None],
     *,
     every: int,
-    process: int = 0,
-    processes: int = 1,
+    process: int,
+    processes: int,
 ) -> None:
     """Train to the end. keep: receives the progress after every `every` steps and at the end."""
     from tqdm import tqdm  # type: ignore[import-untyped]

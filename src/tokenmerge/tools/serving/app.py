@@ -30,7 +30,7 @@ from .requests import Job, Order, Refusal, read_order
 
 APPLICATION = "tokenmerge"
 WORKER = "Worker"
-# A picture whose replica dies goes to another replica. A picture that kills them all is given up.
+# If a replica dies, another draws its picture. A picture that kills this many is given up.
 _ATTEMPTS = 3
 # Seconds for which /healthz repeats its answer, since anybody may ask.
 _FRESH = 1.0
