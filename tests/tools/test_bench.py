@@ -279,7 +279,7 @@ def test_random_models_of_pictures_are_timed(name: str, capsys: pytest.CaptureFi
     assert main(["bench", "--model", name, *ONCE, "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
     assert [record["label"] for record in records][2:] == ["dit:ratio=0.5", "hold", "dit + hold"]
-    with pytest.raises(TokenMergeError, match=r"frames is 9, and .* makes single images; leave frames out"):
+    with pytest.raises(TokenMergeError, match=r"frames is 9, but .* makes single images; leave frames out"):
         bench.run(bench.Task(model=name, frames=9, device="cpu"))
 
 
@@ -406,7 +406,7 @@ def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
         (["--batches", "1,0"], "--batches: 0 is out of range"),
         (["--sizes", "70x70"], "70x70 pixels cannot be drawn; both sides must be multiples of 8, from 16"),
         # A whole number of latents, but not of tokens.
-        (["--sizes", "64x64,64x68"], "64x68 pixels cannot be made"),
+        (["--sizes", "64x64,64x68"], "64x68 pixels cannot be drawn"),
         (["--sizes", "0x0"], "'0x0' is not a size; write width x height in pixels"),
         (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
         # What only a candidate, or only a size, is refused for.
