@@ -42,7 +42,7 @@ def compile(model: Model, *, blocks: bool = True, graphs: bool | None = None) ->
         graphs = next(denoisers[0].parameters()).device.type == "cuda"
     listed = []
     for denoiser in denoisers:
-        _check_compilable(model, denoiser, graphs)
+        _check_compilable(model, denoiser, str(next(denoiser.parameters()).device), graphs)
         listed.append(family_of(denoiser).blocks(denoiser) if blocks else [])
     uncompile(model)
     for denoiser, candidates in zip(denoisers, listed, strict=True):
@@ -100,7 +100,7 @@ def _applied_state(denoiser: nn.Module) -> Recordable | None:
     return known.state if known is not None and (known.merging or known.holding) else None
 
 
-def _check_compilable(model: Any, denoiser: nn.Module, graphs: bool) -> None:
+def _check_compilable(model: Any, denoiser: nn.Module, device: str, graphs: bool) -> None:
     wrapped = hasattr(model, "_orig_mod") or any(hasattr(getattr(model, name, None), "_orig_mod") for name in PARTS)
     if wrapped or denoiser._compiled_call_impl is not None:
         raise TokenMergeError(
@@ -109,8 +109,7 @@ def _check_compilable(model: Any, denoiser: nn.Module, graphs: bool) -> None:
         )
     if not graphs:
         return
-    device = next(denoiser.parameters()).device
-    if device.type != "cuda":
+    if not device.startswith("cuda"):
         raise TokenMergeError(f"CUDA graphs need a CUDA device, but the denoiser is on {device}; use graphs=False")
     registry = vars(denoiser).get("_diffusers_hook")
     # Pipelines leave empty registries behind.
