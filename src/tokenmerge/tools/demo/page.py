@@ -61,7 +61,7 @@ class _Handlers:
         self.visit = visit  # the visitor's pairs, newest first
         self._drawings: dict[str | None, _Drawing] = {}  # by session
 
-    def draw(self, data: Mapping[Any, Any], request: gr.Request) -> Iterator[dict[Any, Any]]:
+    def draw_pair(self, data: Mapping[Any, Any], request: gr.Request) -> Iterator[dict[Any, Any]]:
         """Show progress and then the pair, or what is wrong with the order."""
         drawing = self._drawings[request.session_hash] = _Drawing()
         try:
@@ -112,7 +112,8 @@ def _connect(handlers: _Handlers) -> None:
     gr.on(asked, None, None, views.of_a_pair, js=nothing, api_visibility="private")
     drawing = gr.on(
         asked,
-        handlers.draw,
+        # Gradio names routes by their functions, and `draw` is the endpoint's.
+        handlers.draw_pair,
         {*controls.inputs, visit},
         [*views.all, visit],
         concurrency_limit=1,
