@@ -466,8 +466,8 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
     # Not first, and with Hold not at all.
-    way_out = "use only one of them" if Hold(every=3, start=0.2) in techniques else "a cache must come after a technique"
-    with pytest.raises(TokenMergeError, match=way_out):
+    told = "use only one of them" if Hold(every=3, start=0.2) in techniques else "a cache must come after a technique"
+    with pytest.raises(TokenMergeError, match=told):
         tokenmerge.apply(pipe, techniques)
     assert same(before[1], attributes(pipe))
     assert torch.equal(tiny.draw(pipe), before[0])
