@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,10 @@ def common_parts(text: Path, vae: list[Path]) -> dict[str, Any]:
 
 
 def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
-    transformer = FluxTransformer2DModel(**FLUX_CONFIG)
-    transformer.load_state_dict(load_weights(weights))
+    state = load_weights(weights)
+    joint, single = (_count(state, f"{name}transformer_blocks.") for name in ("", "single_"))
+    transformer = FluxTransformer2DModel(**FLUX_CONFIG, num_layers=joint, num_single_layers=single)
+    transformer.load_state_dict(state)
     return FluxPipeline(
         **common_parts(text, vae),
         scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_SCHEDULER),
@@ -75,6 +77,10 @@ def make_flux(text: Path, vae: list[Path], weights: list[Path]) -> FluxPipeline:
         tokenizer_2=T5Tokenizer.from_pretrained(text / "tokenizer_t5"),
         transformer=transformer,
     )
+
+
+def _count(state: Iterable[str], blocks: str) -> int:
+    return len({key.removeprefix(blocks).split(".")[0] for key in state if key.startswith(blocks)})
 
 
 def make_sdxl(text: Path, vae: list[Path], weights: list[Path]) -> StableDiffusionXLPipeline:
@@ -188,12 +194,13 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path("build/text"), help="folder from text.py")
     parser.add_argument("--vae", type=Path, nargs="+", required=True, help="weights from autoencoder.py")
     parser.add_argument("--flux", type=Path, nargs="+", help="weights from flux.py")
+    parser.add_argument("--flux-name", default="tiny-flux", help="of the folder")
     parser.add_argument("--sdxl", type=Path, nargs="+", help="weights from sdxl.py")
     parser.add_argument("--out", type=Path, default=Path("models/tokenmerge_models"))
     args = parser.parse_args()
     unshare(args.out)
     if args.flux:
-        save(make_flux(args.text, args.vae, args.flux), args.out / "tiny-flux")
+        save(make_flux(args.text, args.vae, args.flux), args.out / args.flux_name)
     if args.sdxl:
         save(make_sdxl(args.text, args.vae, args.sdxl), args.out / "tiny-sdxl")
     share(args.out)

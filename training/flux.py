@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip, encode_t5
 from diffusers import FluxTransformer2DModel
-from loop import Material, batch_size, configure_backends, fit, prepare, read_options
+from loop import Material, batch_size, configure_backends, fit, option_parser, prepare
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
 CONFIG = {
     "patch_size": 1,
-    "num_layers": 2,
-    "num_single_layers": 4,
     "in_channels": 4 * VAE_CONFIG["latent_channels"],
     "attention_head_dim": 64,
     "num_attention_heads": 4,
@@ -37,6 +35,7 @@ CONFIG = {
     "guidance_embeds": False,
     "axes_dims_rope": (8, 28, 28),
 }
+LAYERS = (2, 4)  # joint and single blocks of `tiny-flux`
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "use_dynamic_shifting": True,
@@ -51,9 +50,9 @@ TEXT_LENGTH_SHARES = (0.65, 0.2, 0.15)
 UNIFORM_SHARE = 0.1
 
 
-def make_transformer() -> FluxTransformer2DModel:
+def make_transformer(joint: int, single: int) -> FluxTransformer2DModel:
     """A new transformer in which every block starts as the identity and the output as zero."""
-    model = FluxTransformer2DModel(**CONFIG)
+    model = FluxTransformer2DModel(**CONFIG, num_layers=joint, num_single_layers=single)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -149,10 +148,12 @@ class Flow:
 
 
 def main() -> None:
-    args = read_options(__doc__, out="build/flux")
+    parser = option_parser(__doc__, out="build/flux")
+    parser.add_argument("--layers", type=int, nargs=2, default=LAYERS, metavar=("JOINT", "SINGLE"), help="blocks")
+    args = parser.parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
-    model = make_transformer()
+    model = make_transformer(*args.layers)
     material = prepare(args, "flux", model)
     flow = Flow(args, model.to(args.device).train(), material)
     if args.compile:

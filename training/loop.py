@@ -17,7 +17,8 @@ from optim import Average, Clock, Optimizers, load_weights, save_weights
 from torch import Tensor, nn
 
 
-def read_options(doc: str | None, out: str) -> argparse.Namespace:
+def option_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of both denoisers' training."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the shards and flower_names.json")
     parser.add_argument("--prompts", type=Path, help="folder of the prompt files (default: prompts in --data)")
@@ -43,7 +44,7 @@ def read_options(doc: str | None, out: str) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="photographs per shard, for a trial")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    return parser
 
 
 @dataclass(frozen=True)

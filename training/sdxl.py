@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from autoencoder import CONFIG as VAE_CONFIG
 from conditions import CaptionDraw, encode_clip
 from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
-from loop import Material, batch_size, configure_backends, fit, prepare, read_options
+from loop import Material, batch_size, configure_backends, fit, option_parser, prepare
 from text import WIDTH as TEXT_WIDTH
 from torch import Tensor, nn
 
@@ -118,7 +118,7 @@ class Diffusion:
 
 
 def main() -> None:
-    args = read_options(__doc__, out="build/sdxl")
+    args = option_parser(__doc__, out="build/sdxl").parse_args()
     torch.manual_seed(args.seed)
     configure_backends()
     model = make_unet()

@@ -21,9 +21,12 @@ _OLD_NAMES = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 class Adapter:
-    """A LoRA on the linear layers of blocks that merge. Its weights are fp32, whatever the denoiser's dtype."""
+    """A LoRA on the linear layers of blocks that merge. Its weights are fp32, whatever the denoiser's dtype.
 
-    def __init__(self, denoiser: Any, places: Iterable[MergePlace], rank: int, seed: int) -> None:
+    ends: what the names of the changed layers end with; by default all are changed.
+    """
+
+    def __init__(self, denoiser: Any, places: Iterable[MergePlace], rank: int, seed: int, *, ends: str = "") -> None:
         from peft import LoraConfig
 
         self.denoiser = denoiser
@@ -34,7 +37,7 @@ class Adapter:
             f"{block.name}.{name}"
             for block in blocks
             for name, module in block.module.named_modules()
-            if _is_changed(name, module)
+            if _is_changed(name, module) and name.endswith(ends)
         ]
         denoiser.requires_grad_(False)
         with torch.random.fork_rng():
