@@ -63,7 +63,6 @@ REFUSED: list[tuple[type[Merge] | type[Hold], str, object]] = [
     (Merge, "similarity", "euclid"),
     (Merge, "temperature", 0.0),
     (Merge, "temperature", math.inf),
-    (Merge, "merge", "median"),
     (Merge, "unmerge", "inverse"),
     (Merge, "sites", "span"),
     (Merge, "components", "mlp"),

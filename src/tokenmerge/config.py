@@ -21,7 +21,6 @@ from .errors import TokenMergeError, did_you_mean
 METHODS = ("toma", "tomesd", "tofu", "todo", "pool", "random", "uniform", "lower-bound")
 SELECTIONS = ("facility-location", "graph-cut", "stochastic", "random", "uniform")
 SIMILARITIES = ("cosine", "dot")
-MERGES = ("mean", "pick")
 UNMERGES = ("transpose", "pinv")
 SITES = ("component", "block")
 COMPONENTS = ("self_attention", "cross_attention", "mlp")
@@ -39,6 +38,7 @@ OLD_FIELDS = {
     "span": "leave it out: Hold groups neighbouring blocks into runs itself",
     "gap": "leave it out: Hold extrapolates over noise levels",
     "gap_dtype": "leave it out: residuals have the dtype of the tokens",
+    "merge": "leave it out: a merged token is the mean of its cluster",
     "trust": "leave it out: it belonged to anchored merging",
 }
 # The longest interval in steps. No schedule is longer.
@@ -172,7 +172,6 @@ class Merge(Technique):
         selection: how toma chooses destinations: facility-location, graph-cut, stochastic, random or uniform
         similarity: measure of how alike two tokens are: cosine or dot
         temperature: softmax temperature over destinations; near 0, each token joins a single destination
-        merge: what a cluster of tokens becomes: its mean (mean), or its destination (pick)
         unmerge: how merging is undone: by the transpose of the merge weights, or by their pseudo-inverse (pinv)
         sites: where tokens merge: once per block, or once per component as in the paper
         components: which parts of a block merge with sites=component: self_attention, cross_attention, mlp
@@ -197,7 +196,6 @@ class Merge(Technique):
     selection: str = "facility-location"
     similarity: str = "cosine"
     temperature: float = 0.001
-    merge: str = "mean"
     unmerge: str = "transpose"
     sites: str = "block"
     components: tuple[str, ...] = COMPONENTS
@@ -224,7 +222,6 @@ class Merge(Technique):
             ("method", METHODS),
             ("selection", SELECTIONS),
             ("similarity", SIMILARITIES),
-            ("merge", MERGES),
             ("unmerge", UNMERGES),
             ("sites", SITES),
             ("backend", BACKENDS),

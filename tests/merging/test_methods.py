@@ -234,7 +234,6 @@ CHANGED: dict[str, Any] = {
     "selection": "stochastic",
     "similarity": "dot",
     "temperature": 0.1,
-    "merge": "pick",
     "unmerge": "pinv",
     "destinations_every": 3,
     "weights_every": 2,

@@ -85,7 +85,7 @@ def test_candidates_are_techniques_and_bounds_of_what_merges_linearly() -> None:
 
 
 def test_what_a_bound_does_not_read_makes_no_bound_of_its_own() -> None:
-    found = candidates("dit", "dit:merge=pick,temperature=0.1,destinations_every=2")
+    found = candidates("dit", "dit:similarity=dot,temperature=0.1,destinations_every=2")
     assert [each.label.startswith("lower-bound") for each in found] == [False, True, False, False]
     tokenmerge.plan(tiny.build("flux"), found[1].techniques, height=64, width=64)
 
@@ -300,11 +300,11 @@ def test_bench_measures_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixtu
         "--loops",
         "1",
     ]
-    arguments += ["--rounds", "2", "--techniques", "unet:merge=pick", "unet:ratio=0.5 + hold:every=2,start=0.1"]
+    arguments += ["--rounds", "2", "--techniques", "unet:similarity=dot", "unet:ratio=0.5 + hold:every=2,start=0.1"]
     assert main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     records = bench.read(out)
-    merged = "unet:merge=pick,ratio=0.5"
+    merged = "unet:similarity=dot,ratio=0.5"
     labels = ["none", f"lower-bound of {merged}", merged, "unet:ratio=0.5 + hold:every=2,start=0.1"]
     assert [record["label"] for record in records] == (labels + labels[::-1]) * 2
     assert all(label in printed for label in labels)

@@ -29,7 +29,6 @@ HEALED_FOR = (
     "selection",
     "similarity",
     "temperature",
-    "merge",
     "unmerge",
     "sites",
     "components",

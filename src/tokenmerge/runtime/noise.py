@@ -1,4 +1,4 @@
-"""Try a scheduler on a few numbers: does it add noise at its steps, which held blocks would not see?
+"""Try a scheduler on a few numbers: whether it adds noise at its steps, which held blocks would not see.
 
 A list of names would miss settings, such as DPM-Solver's SDE form, and third-party schedulers. So we run a copy of the
 scheduler twice, with different random numbers. If the results differ, it adds noise.

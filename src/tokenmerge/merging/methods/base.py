@@ -22,7 +22,7 @@ from ..ops import reference
 Map = TypeVar("Map", MergeMap, ClusterMap)
 
 # Fields that decide how ToMA weighs, and when it renews maps.
-WEIGHTS = ("similarity", "temperature", "merge", "unmerge", "destinations_every", "weights_every")
+WEIGHTS = ("similarity", "temperature", "unmerge", "destinations_every", "weights_every")
 # Fields that decide the regions of maps.
 REGIONS = ("regions", "merge_regions")
 

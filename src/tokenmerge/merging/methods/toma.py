@@ -56,8 +56,6 @@ class Toma(LinearMethod):
             similarity=technique.similarity,
             temperature=technique.temperature,
         )
-        if technique.merge == "pick":
-            merge = ops.pick_weights(given.tokens, order, grouped)
         if technique.unmerge == "pinv":
             unmerge = ops.pinv_weights(merge, fallback=unmerge)
         return merge, unmerge

@@ -204,12 +204,6 @@ def pinv_weights(merge: Tensor, fallback: Tensor) -> Tensor:
     return torch.where(usable, rows, fallback.to(rows.dtype)).to(merge.dtype)
 
 
-def pick_weights(tokens: Tensor, order: Tensor | None, destinations: Tensor) -> Tensor:
-    """Merge weights [B, R, k, n] that keep every destination [S, R, k] as it is, with no share of other tokens."""
-    places = _own_places(order, destinations, tokens.shape[1])
-    return places.to(tokens.dtype).expand(tokens.shape[0], -1, -1, -1)
-
-
 def merge(tokens: Tensor, order: Tensor | None, weights: Tensor) -> Tensor:
     """[B, N, C] to [B, M, C], M = R k, by weights [B, R, k, n]."""
     return (weights.to(tokens.dtype) @ split_regions(tokens, order, weights.shape[1])).flatten(1, 2)

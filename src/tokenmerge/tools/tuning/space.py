@@ -17,7 +17,6 @@ from ..typed import Configuration, Part, Typed, joined
 Changes = Mapping[str, Any]
 Axes = Mapping[str, tuple[Changes, ...]]
 
-_HARD: Changes = {"unmerge": "transpose", "temperature": 0.001}
 _STARTS: tuple[Changes, ...] = tuple({"start": start} for start in (0.0, 0.1, 0.2, 0.3))
 
 # A candidate takes one entry per axis. Fields that depend on each other share an axis, so that every combination makes
@@ -26,9 +25,8 @@ MERGE_AXES: Axes = {
     "ratio": tuple({"ratio": ratio} for ratio in (0.25, 0.5, 0.75, 0.875, 0.9375)),
     "regions": tuple({"regions": f"tile:{side}x{side}", "merge_regions": None} for side in (2, 4, 8)),
     "maps": (
-        {"merge": "mean", **_HARD},
-        {"merge": "pick", **_HARD},
-        {"merge": "mean", "unmerge": "pinv", "temperature": 0.05},
+        {"unmerge": "transpose", "temperature": 0.001},
+        {"unmerge": "pinv", "temperature": 0.05},
     ),
     "refresh": (
         {"destinations_every": 10, "weights_every": 5},

@@ -9,7 +9,7 @@ Programs are small and many, because all kernels are bound by memory or latency.
 autotuning at the first call would take seconds and break the capture of CUDA graphs.
 """
 
-from ..reference import pick_weights, pinv_weights
+from ..reference import pinv_weights
 from .common import INTERPRETED
 from .merging import merge, unmerge
 from .selection import select
@@ -18,7 +18,6 @@ from .weighing import weigh
 __all__ = [
     "INTERPRETED",
     "merge",
-    "pick_weights",
     "pinv_weights",
     "select",
     "unmerge",
