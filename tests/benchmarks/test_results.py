@@ -100,9 +100,10 @@ def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
         assert {row["label"] for row in read(path)} <= labels
 
 
-def test_goals_are_of_the_configurations_that_are_listed() -> None:
-    options = parser().parse_args(["eval", f"@{BENCHMARKS / 'goals.args'}"])
-    rows = [row for row in read(RESULTS / "goals.jsonl") if row["techniques"]]
+@pytest.mark.parametrize("name", ["goals", "whole"])
+def test_results_are_of_the_configurations_that_are_listed(name: str) -> None:
+    options = parser().parse_args(["eval", f"@{BENCHMARKS / f'{name}.args'}"])
+    rows = [row for row in read(RESULTS / f"{name}.jsonl") if row["techniques"]]
     runs = {(row["model"], row["steps"]) for row in rows}
     assert {model for model, _ in runs} == {"tiny-flux", "tiny-sdxl"}
     for run in runs:

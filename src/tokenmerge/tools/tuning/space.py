@@ -34,6 +34,7 @@ MERGE_AXES: Axes = {
     ),
     "start": _STARTS,
     "skip_first": tuple({"skip_first": share} for share in (0, 0.125, 0.25, 0.375)),
+    "skip_last": tuple({"skip_last": share} for share in (0, 0.25)),
 }
 HOLD_AXES: Axes = {
     "steps": (
