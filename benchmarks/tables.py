@@ -160,8 +160,8 @@ def generic_table(records: list[dict[str, Any]]) -> str:
             f"diffusers {version}, {len(records)} classes and forms of them: {len(held)} are held, "
             f"{sum(record['outcome'] == 'refused' for record in records)} are refused, "
             f"{sum(record['outcome'] == 'not tried' for record in records)} were not tried. "
-            f"Of those held, {len(checked)} passed every check. {len(equal)} have a table that holds the same blocks, "
-            "and give the same output bit for bit with it."
+            f"Of those held, {len(checked)} passed every check. {len(equal)} have a table that holds the same blocks "
+            "in one run, and give the same output bit for bit with it."
         ),
         markdown(
             ["class without a table", "held", "runs"],
