@@ -29,7 +29,7 @@ _PRESETS: dict[str, Merge | Hold] = {
     # text and image blend there.
     "unet": Merge(),
     "dit": Merge(skip_first=0.25),
-    # Tiles over two frames preserve motion better, and single frames change no more for it (docs/merging.md).
+    # Tiles over two frames lose less, and do not flicker as tiles within a frame may (docs/merging.md).
     "video": Merge(skip_first=0.25, regions="tile:2x4x4"),
     "toma": _PAPER,
     "toma-once": _PAPER.replace(sites="block"),

@@ -56,7 +56,7 @@ def apply_plans(assignments: list[Assignment]) -> None:
         for denoiser, plan, scheduler_of in assignments:
             family = family_of(denoiser)
             acts = bool(plan.merged_sites or plan.runs)
-            # Following reads a scheduler of any make and may fail: do it before touching the denoiser.
+            # Reading a third-party scheduler may fail: do it before touching the denoiser.
             way_out = way_out_of_noise(family, plan)
             follower = Follower(timeline_of(*plan.acting), scheduler_of if acts else lambda: None, way_out)
             touched.append((denoiser, plan_on(denoiser)))

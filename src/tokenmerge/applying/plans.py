@@ -96,7 +96,7 @@ def _check_scheduler(plan: Plan, scheduler: Any) -> None:
     if plan.runs and scheduler is not None and not timed:
         raise TokenMergeError(
             f"{type(scheduler).__name__} has no timesteps, by which Hold knows the steps; give the scheduler that "
-            "drives the denoiser, or apply a Merge"
+            "drives the denoiser, or apply Merge instead"
         )
     if any(run.whole for run in plan.runs) and (scheduler is None or form_of(scheduler) is None):
         raise not_predicted(scheduler)

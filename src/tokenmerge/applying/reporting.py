@@ -56,8 +56,8 @@ def summary_of(denoiser: nn.Module) -> Summary:
 
 
 def _drift(denoiser: nn.Module, applied: Applied) -> Drift | None:
-    """The drift of the last image; None if Hold measured no error, or if tokens merge: Hold's errors miss the drift of
-    merging."""
+    """The drift of the last image; None if nothing was held, if it is unknown, or if tokens merge: Hold's errors miss
+    the drift of merging."""
     hold = applied.plan.techniques.hold
     drift = applied.holding.drift if applied.holding is not None and applied.merging is None else None
     if hold is None or drift is None or not math.isfinite(drift):

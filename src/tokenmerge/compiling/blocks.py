@@ -71,7 +71,7 @@ def uncompile(model: Model) -> Model:
 
 
 def unrecorded(denoiser: nn.Module) -> tuple[str, ...]:
-    """Why a denoiser that has run recorded no calls as CUDA graphs; empty if it did, or if it has no graphs."""
+    """Why calls of a denoiser that has run were not recorded as CUDA graphs; empty without graphs or reasons."""
     graphs = _graphs_of(denoiser)
     if graphs is None:
         return ()

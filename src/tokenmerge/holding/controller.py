@@ -171,7 +171,7 @@ class Holding:
                 if run.current is not None:
                     run.current.leave_inference()
             self._note()
-        # Blocks that somebody calls outside of the denoiser run.
+        # Blocks must run if somebody calls them outside of the denoiser.
         self.act = RUN
 
     def _drop_failed(self) -> None:
@@ -214,7 +214,7 @@ class Holding:
 
     @property
     def drift(self) -> float | None:
-        """How far the last image has drifted, estimated from the errors of its kept steps; None if nothing was held."""
+        """How far the last image has drifted, by the errors of its kept steps; None if nothing was held or unknown."""
         drift = self.errors.drift
         return None if drift is None else drift * self._clock.length
 

@@ -1,4 +1,4 @@
-"""Errors: how far extrapolations were off. Every kept step measures one at no cost; it is read a step later."""
+"""Errors: how far extrapolations were off. Every kept step measures one at no cost; it is read two steps later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Measured:
 
     @property
     def mean(self) -> float:
-        """Relative error of the worst sample, the mean of all calls. It estimates drift: guidance adds up outputs."""
+        """Relative error of the worst sample: the mean of all calls, as guidance adds them up. It estimates drift."""
         return fmean(call.value for call in self.calls)
 
     def drift(self, bend: float | None) -> float | None:
@@ -75,7 +75,7 @@ class Errors:
         self.measured[-1].calls.append(Reading((off / length).max().sqrt()))
 
     def bend(self, before: int) -> float | None:
-        """`Kept.bend` by the last error before a step that says anything about it; None if there is none."""
+        """`Kept.bend` by the last error that says anything about it, measured before a step; None without one."""
         known = [each for each in self.measured if each.now.number < before]
         if self.assumed is not None and any(each.kept.before is not None for each in known):
             return self.assumed
@@ -88,7 +88,7 @@ class Errors:
         Errors between two kept steps add up. Those after different kept steps are independent, so their squares do.
         """
         bends = [bend_of(each.mean, each.now, each.kept) for each in self.measured]
-        # An error that says nothing about bends takes that of the one before; the first takes the next.
+        # An error that says nothing about bends takes the bend of the one before, or else of the next that does.
         last = next((bend for bend in bends if bend is not None), None)
         drifts = []
         for each, bend in zip(self.measured, bends, strict=True):

@@ -20,7 +20,7 @@ class _Stream:
     change: Tensor | None = None  # since the kept step before it
 
     def keep(self, new: Tensor, usable: Tensor | None) -> None:
-        """Take the residual of a kept step. usable: bool scalar on the device, whether the change is finite; if not,
+        """Take the residual of a kept step. usable: bool scalar on the device, whether its error is finite; if not,
         held steps add the value alone."""
         if self.value is None or self.change is None or self.value.shape != new.shape:
             # Only the blocks know their number of tokens: some models append registers or pad.

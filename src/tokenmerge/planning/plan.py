@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def acting(self) -> Techniques:
-        """The techniques without any that has nothing to act on."""
+        """The techniques that have something to act on."""
         merge, hold = self.techniques
         return Techniques(merge if self.merged_sites else None, hold if self.runs else None)
 

@@ -9,7 +9,7 @@ MAX_CALLS = 4
 
 
 class Clock:
-    """Counts images, steps of the image and calls of the step, each from 0; -1 before the first."""
+    """Counts images, steps of the image and calls of the step, each from 0. Before the first, image and call are -1."""
 
     def __init__(self) -> None:
         self.image = -1

@@ -70,7 +70,7 @@ def shard_of(denoiser: nn.Module) -> Shard | None:
 
 
 def runs_as_made(module: nn.Module) -> bool:
-    """Whether a module's forward comes from diffusers, ComfyUI or us; False if other code has replaced it."""
+    """Whether a module's forward comes from diffusers, ComfyUI or us by its `__module__`, which most wrappers copy."""
     if isinstance(module, nn.ModuleList):
         # A list has no forward of its own.
         return True

@@ -103,7 +103,7 @@ class Placement:
         replaced = self.block.get_submodule(self._path) is not self._module
         if replaced or self._moves_for_nothing or not (self._places() or self._wrappers() is not None):
             self.undo()
-            # An opaque wrapper may still lead to the old sites, so these must do nothing.
+            # An opaque wrapper may still lead to the old sites, which would then act, too.
             lost, self.sites = self.sites, [site.twin() for site in self.sites]
             for site in lost:
                 site.retired = True
@@ -111,7 +111,8 @@ class Placement:
 
     @property
     def is_shared(self) -> bool:
-        """Whether third-party code wraps the sites, so that it may see or change what enters and leaves."""
+        """Whether third-party code wraps the sites, so that it may see or change what enters and leaves. Code that has
+        undone the sites does not count: `follow` installs them around it."""
         if self._module._forward_hooks or self._module._forward_pre_hooks:
             return True
         return any(not name.startswith(SHARDING) for name in self._wrappers() or ()) and not self._moves_for_nothing

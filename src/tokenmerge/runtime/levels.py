@@ -123,7 +123,7 @@ def error_gain(scheduler: Any) -> float:
 
 
 def output_length(scheduler: Any) -> float:
-    """The norm of a model's output over that of noise: sqrt(2) for a flow, which predicts noise minus picture."""
+    """The norm of a model's output over that of noise: sqrt(2) for a flow: noise minus a picture of like norm."""
     sigmas = getattr(scheduler, "sigmas", None)
     if not isinstance(sigmas, Tensor) or not len(sigmas):
         return 1.0

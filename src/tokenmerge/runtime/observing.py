@@ -43,7 +43,7 @@ class Observer(Uncopied):
         self._check_held = check_held
         self._watch = watch
         self._holds = bool(held)
-        self._tracked = False  # whether group offload removed its hooks from the blocks after the last call
+        self._tracked = False  # whether group offload removed its tracking hooks after the last call
         # The modules whose forwards loop over held blocks: the owners of their lists. Learned runs need no check: they
         # have been observed.
         loops = (".".join(name.split(".")[:-2]) for name in held) if watch is None else ()

@@ -14,7 +14,7 @@ FULL, MERGED, HELD = "full", "merged", "held"
 # When a method makes its maps: as `destinations_every` and `weights_every` say, once per image, or in every call.
 DUE, ONCE, ALWAYS = "due", "once", "always"
 # Near its end a picture's residuals bend again, which earlier errors do not foretell. Once the first share of the steps
-# is done, at most the second share of all steps may be held in a row, but always two.
+# is done, at most the second share of all steps may be held in a row. Two always may.
 _END, _IN_A_ROW = 0.85, 0.07
 # With `every`, errors decide nothing, so steps that move the picture far must run. The most drift that is expected
 # between two full steps, per unit of `every`.
@@ -22,14 +22,14 @@ _EXPECTED = 0.01
 # Drift since the last kept step, per unit of `tolerance`. Up to the first a step is held whatever its error; above the
 # second it runs.
 _NEGLIGIBLE, _MOST_DRIFT = 0.01, 0.2
-# The error of a line tells no curvature if its two points lie this many times as far apart as it was extrapolated.
+# The error of a line tells no curvature if its points lie more than this many times as far apart as it extrapolates.
 _TOO_FAR_APART = 4.0
 # Bound of `Kept.owed`. A larger correction would bend the output of a full step more than it moves the picture.
 _MOST_OWED = 2.5
 # `Kept.bend` of the bundled models, and the least that we believe: in nearly pure noise residuals hardly bend, which
 # says nothing about the picture to come.
 USUAL_BEND, _LEAST_BEND = 0.6, 0.3
-# The first error is measured at step 2, and read once step 3 has begun.
+# The last kept step when the first error is read. It is measured at step 2, and on its way from the device at step 3.
 _FIRST_KNOWN = 3
 
 
