@@ -124,7 +124,7 @@ def tried(name: str) -> dict[str, Any]:
         try:
             found = image(case, module)
         except TokenMergeError as error:
-            reason = str(error).partition(" cannot be held: ")[2].removesuffix("; remove first")
+            reason = str(error).partition(" cannot be held: ")[2].removesuffix("; call remove first")
             tokenmerge.remove(module)
             assert same(image(case, module), plain)
             return {"outcome": "refused", **record, "reason": reason or str(error)}

@@ -74,7 +74,7 @@ def _argument(key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     position = f"argument {key!r}" if isinstance(key, str) else f"positional argument {key}"
     raise TokenMergeError(
         f"a held block did not receive its tokens as {position}, unlike in the first call; call the denoiser as "
-        "before, or remove first"
+        "before, or call remove first"
     )
 
 
@@ -113,8 +113,8 @@ class LearnedRun:
 
     blocks: tuple[Block, ...]
     ports: tuple[LearnedPorts, ...]
-    entered: tuple[Tensor, ...]  # what entered the first block in the watched call; empty if it was overwritten
-    left: tuple[Tensor, ...]  # what left the last block; empty if it was overwritten
+    entered: tuple[Tensor, ...]  # what entered the first block in the watched call; empty if gone or overwritten
+    left: tuple[Tensor, ...]  # what left the last block; empty if gone or overwritten
 
 
 class Learner:
@@ -264,7 +264,7 @@ class _Watcher(TorchDispatchMode):
         if not self.seen:
             raise TokenMergeError(
                 f"no block of {name} was called as a module, so none can be held; take torch.compile off the denoiser, "
-                "or remove first"
+                "or call remove first"
             )
         for leaf in pytree.tree_leaves(output):
             self._leak(leaf)
@@ -277,7 +277,7 @@ class _Watcher(TorchDispatchMode):
         if not found:
             raise TokenMergeError(
                 f"{name} cannot be held: of its {len(self.seen)} blocks no two follow each other with nothing between "
-                "them that reads or changes what they pass on; remove first"
+                "them that reads or changes what they pass on; call remove first"
             )
         return [_learned(run) for run in found]
 

@@ -169,7 +169,7 @@ class HeldSite(Site):
             if change is not None and (entered.shape[1:] != change.shape[1:] or entered.device != change.device):
                 raise TokenMergeError(
                     f"{self.name!r} received {entered.shape[1]} tokens on {entered.device}, but the last full step had "
-                    f"{change.shape[1]} on {change.device}; put the denoiser on one device, or remove first"
+                    f"{change.shape[1]} on {change.device}; put the denoiser on one device, or call remove first"
                 )
         pairs = zip(streams, changes, strict=True)
         return tuple(entered if change is None else _clipped(entered + change) for entered, change in pairs)
@@ -180,7 +180,7 @@ class HeldSite(Site):
         if run.entered is None:
             raise TokenMergeError(
                 f"{self.name!r} ran without the first block that is held with it; do not skip layers in some steps "
-                "only, do not checkpoint gradients, or remove first"
+                "only, do not checkpoint gradients, or call remove first"
             )
         entered, run.entered = run.entered, None
         left = self.ports.leaving(output)
@@ -205,7 +205,7 @@ class LearnedSite(HeldSite):
         if run.passed is None or any(now is not before for now, before in zip(streams, run.passed, strict=True)):
             raise TokenMergeError(
                 f"{self.name!r} received other tokens than the block before it returned, unlike in the first call; "
-                "blocks cannot be held if something acts between them in some steps: remove first"
+                "blocks cannot be held if something acts between them in some steps; call remove first"
             )
 
     def note_leaving(self, output: Any, run: Run) -> None:
@@ -216,7 +216,7 @@ class LearnedSite(HeldSite):
         if entered and [each.shape for each in left] != [each.shape for each in entered]:
             raise TokenMergeError(
                 f"{self.name!r} returned other tensors or shapes than its run received, unlike in the first call; such "
-                "blocks cannot be held: remove first"
+                "blocks cannot be held; call remove first"
             )
         run.passed = left
 
@@ -262,7 +262,9 @@ class StageSite(Site):
     def take_entered(self) -> Tensor:
         """What entered the first stage in this call. It is taken out of the run, to free the memory."""
         if self.together.entered is None:
-            raise TokenMergeError(f"{self.name!r} ran without the first held stage; use what='blocks', or remove first")
+            raise TokenMergeError(
+                f"{self.name!r} ran without the first held stage; use what='blocks', or call remove first"
+            )
         (features,), self.together.entered = self.together.entered, None
         return features
 

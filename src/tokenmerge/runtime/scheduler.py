@@ -132,7 +132,7 @@ class Follower:
             if _is_same(timestep, self._predicted):
                 raise TokenMergeError(
                     f"{type(scheduler).__name__} was stepped twice after one call, but only one clean prediction is "
-                    "held; draw one picture at a time, use another what=..., or remove first"
+                    "held; draw one picture at a time, use another what=..., or call remove first"
                 )
             return arguments, named
         place = _place_in(scheduler.timesteps, timestep, 0) if isinstance(timestep, Tensor) else None
@@ -153,14 +153,15 @@ class Follower:
         given = _given(scheduler, arguments, named)
         # Most schedulers take it second, even if a wrapper hides the names.
         timestep = given.get("timestep", arguments[1] if len(arguments) > 1 else None)
-        # A step without a call of this denoiser belongs to another pipeline that shares the scheduler.
+        # A step without a call of this denoiser belongs to another denoiser, of this pipeline or of one that shares the
+        # scheduler.
         ours = self.clock.call >= 0
         if _is_same(timestep, self._stepped):
             if ours:
                 raise TokenMergeError(
                     "the scheduler was stepped twice from one timestep: several pictures, or parts of one, take turns, "
                     "and their calls cannot be told apart; denoise all of them in one call (view_batch_size), or "
-                    "remove first"
+                    "call remove first"
                 )
             # One call served a whole batch, and the scheduler steps each sample by itself.
             return
