@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tiny
 import tokenmerge
+import zoo
 from denoisers import DENOISERS
 from tokenmerge import Hold, Merge, TokenMergeError, presets
 from tokenmerge.families.calls import TokenGrid
@@ -104,6 +105,25 @@ def test_a_site_that_cannot_be_installed_leaves_the_model_as_it_was(monkeypatch:
     assert replaced_forwards(pipe.unet) == forwards
     assert sorted(vars(pipe.scheduler)) == names
     assert torch.equal(tiny.draw(pipe), image)
+
+
+def test_a_second_denoiser_that_fails_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tokenmerge.apply(zoo.MODELS["wan2.2-a14b"].build(), Hold(every=3, start=0.0))
+    both, names = (pipe.transformer, pipe.transformer_2), sorted(vars(pipe.scheduler))
+    forwards = [replaced_forwards(each) for each in both]
+
+    def refuse(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("no such module")
+
+    monkeypatch.setattr(pipe.transformer_2.blocks[-1], "get_submodule", refuse)
+    with pytest.raises(RuntimeError, match="no such module"):
+        tokenmerge.apply(pipe, Merge())
+    assert [replaced_forwards(each) for each in both] == forwards
+    assert sorted(vars(pipe.scheduler)) == names
+    plans = [tokenmerge.summary(each).plan for each in both]
+    assert [plan and plan.techniques.merge for plan in plans] == [None, None]
+    assert [plan and plan.techniques.hold and plan.techniques.hold.every for plan in plans] == [3, 3]
 
 
 def replaced_forwards(module: nn.Module) -> set[str]:

@@ -14,6 +14,7 @@ import tokenmerge
 from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
 from tokenmerge.merging.ops import reference
+from tokenmerge.runtime.clock import Clock
 
 MERGE = Merge(regions="tile:2x2")
 
@@ -35,6 +36,22 @@ def test_a_map_that_failed_to_be_made_is_made_again(monkeypatch: pytest.MonkeyPa
         with pytest.raises(MemoryError):
             call(unet)
     assert torch.equal(call(unet), expected)
+
+
+def test_a_call_that_failed_and_is_made_again_counts_once() -> None:
+    clock, counted = Clock(), []
+    clock.start_image(None)
+    for ends in (False, True, False, False, True):
+        clock.begin_call()
+        counted.append(clock.call)
+        if ends:
+            clock.end_call()
+    assert counted == [0, 0, 1, 1, 1]
+    # After a step, nothing is made again.
+    clock.begin_call()
+    clock.next_step()
+    clock.begin_call()
+    assert clock.now == (0, 1, 0)
 
 
 def test_a_refused_apply_leaves_what_was_applied() -> None:

@@ -615,6 +615,27 @@ def test_merging_that_is_applied_on_the_way_keeps_its_window(kind: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_hold_that_is_applied_on_the_way_knows_the_noise(kind: str) -> None:
+    pipe = apply(tiny.build(kind))
+
+    def hold(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 1:
+            tokenmerge.apply(pipe, Hold(every=2, start=0.0))
+        return {}
+
+    def places() -> list[Any]:
+        clock = tiny.denoiser_of(pipe)._tokenmerge.state.follower.clock
+        return [clock.place(step) for step in range(8)]
+
+    tiny.draw(pipe, steps=8, callback_on_step_end=hold)
+    assert sum(tokenmerge.summary(pipe).steps.values()) == 6
+    on_the_way = places()
+    tiny.draw(pipe, steps=8)
+    assert on_the_way == places()
+    assert len({place.weight for place in on_the_way}) == 8
+
+
 def test_timesteps_that_are_set_once_serve_many_images() -> None:
     unet, scheduler = tiny.sdxl_unet(), DDIMScheduler()
     apply(unet, scheduler=scheduler, start=0.5)
