@@ -76,6 +76,8 @@ def test_files_hold_one_technique_or_both(ending: str, tmp_path: Path) -> None:
         ("default", "'default' is unknown"),
         ("unet-anchored", "'unet-anchored' is unknown"),
         ("unet+hold", "put spaces around +"),
+        ("+", "put quotes around what + joins"),
+        ("toma:merge=pick", "'merge' is a field of tokenmerge 0.1; leave it out"),
         ("toma:hue=red", "Merge has no field 'hue'; fields are ratio, method"),
         ("toma:ratoi=0.5", "(did you mean 'ratio'?)"),
         ("hold:ratio=0.5", "Hold has no field 'ratio'; fields are tolerance, every, start"),

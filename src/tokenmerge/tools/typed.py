@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..config import Techniques
+from ..config import Techniques, unknown_field
 from ..errors import TokenMergeError, did_you_mean
 from ..families import Family
 from ..presets import presets, resolve
@@ -248,9 +248,8 @@ def _changed(techniques: Techniques, typed: Mapping[str, str]) -> Techniques:
             raise TokenMergeError(f"both techniques in the file have a field {name}; change it in the file")
         if not owners:
             known = [field for each in present for field in each.field_docs()]
-            nouns = " and ".join(type(each).__name__ for each in present)
-            near = did_you_mean(name, known)
-            raise TokenMergeError(f"{nouns} has no field {name!r}{near}; fields are {', '.join(known)}")
+            fact = "neither Merge nor Hold has a" if len(present) > 1 else f"{type(present[0]).__name__} has no"
+            raise TokenMergeError(str(unknown_field(fact, name, known)))
         try:
             changes[owners[0]][name] = parse_as(get_type_hints(type(present[owners[0]]))[name])(value)
         except ValueError as error:
@@ -261,7 +260,9 @@ def _changed(techniques: Techniques, typed: Mapping[str, str]) -> Techniques:
 def _unknown(head: str) -> TokenMergeError:
     known = [*presets(), *RIVALS]
     way_out = f"use a preset ({', '.join(presets())}), a .json or .yaml file, or a rival ({', '.join(RIVALS)})"
-    if "+" in head:
+    if head == "+":
+        way_out = f"put quotes around what + joins, as in {_EXAMPLE}"
+    elif "+" in head:
         way_out = f"put spaces around +, as in {_EXAMPLE}"
     return TokenMergeError(f"{head!r} is unknown{did_you_mean(head, known)}; {way_out}")
 
