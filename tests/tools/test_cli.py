@@ -169,7 +169,7 @@ def test_sites_can_be_listed(models: Path, capsys: pytest.CaptureFixture[str]) -
         ("flux", ["--techniques", "toma:components=cross_attention"], "no site"),
         ("flux", ["--techniques", "hold:what=stages"], "stages"),
         ("flux", ["--techniques", "best"], "unknown"),
-        ("flux", ["--techniques", "none + mag"], "plan cannot plan rivals; leave out mag"),
+        ("flux", ["--techniques", "none + mag"], "plan covers Merge and Hold only; leave out mag"),
         ("flux", ["--steps", "0"], "--steps: 0 is out of range; it must be 1 or more"),
         ("flux", ["--size", "1024x4"], "larger size"),
         # Width first, as in all commands.

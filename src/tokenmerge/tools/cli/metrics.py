@@ -17,7 +17,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("reference", type=Path, help="folder of reference pictures")
     parser.add_argument("test", type=Path, help="folder of pictures to measure, with the same file names")
-    shared.add_prompt_options(parser)
+    shared.add_prompt_options(
+        parser, about="prompts of the test pictures in the order of names, for clip and intervals"
+    )
     shared.add_metrics(parser)
     shared.add_machine_options(parser, threads=1)
     shared.add_json(parser)

@@ -18,7 +18,7 @@ from ..files import to_json
 from ..random_models import RANDOM_MODELS
 from ..solvers import SCHEDULERS
 
-# The choices of --compile, which is the first without a value.
+# The choices of --compile. Without a value it means the first.
 COMPILE_WAYS = ("both", "blocks", "graphs")
 DTYPES = ("float32", "float16", "bfloat16")
 # How to type techniques.
@@ -31,7 +31,7 @@ EXAMPLES = {
     "my.yaml": "a YAML or JSON file, such as `tokenmerge tune` writes",
     "mine@toma:regions=whole": "any of these under a name of your own",
 }
-# Techniques that only `eval` and `generate` accept.
+# Rivals, which only `eval` and `generate` accept beside techniques.
 RIVALS = {
     '"none + mag:threshold=0.06"': "a step cache: first-block, mag, taylorseer, faster, cache-dit or deepcache",
     '"none + unipc:steps=14"': "another schedule: steps, unipc or dpm++",
@@ -182,8 +182,10 @@ def add_compile(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_prompt_options(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    about = f"'flowers' or a .txt, .csv, .tsv, .json or .jsonl file (default: {default or 'none'})"
+def add_prompt_options(
+    parser: argparse.ArgumentParser, default: str | None = None, about: str = "prompts to draw"
+) -> None:
+    about = f"{about}: 'flowers' or a .txt, .csv, .tsv, .json or .jsonl file (default: {default or 'none'})"
     parser.add_argument("--prompts", default=default, metavar="FILE", help=about)
     parser.add_argument("--column", metavar="NAME", help="column of the file with the prompts (default: prompt)")
     parser.add_argument(

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     typed = [read_typed(text).configuration for text in options.techniques or (RECOMMENDED,)]
     for each in typed:
         for rival in each.rivals:
-            raise TokenMergeError(f"{each.label!r}: plan cannot plan rivals; leave out {rival.name}")
+            raise TokenMergeError(f"{each.label!r}: plan covers Merge and Hold only; leave out {rival.name}")
     model = outline(options.model)
     width, height = options.size or model.own_size
     plans = [

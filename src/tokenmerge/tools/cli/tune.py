@@ -16,10 +16,10 @@ def add(commands: Any) -> None:
         "tune",
         help="search settings that keep a drift budget or reach a speed-up, and write them to a file",
         description=shared.described(
-            "Sample candidates from the settings of both techniques, and measure their time and drift on ever more "
-            "prompts; the better half goes on. Write the candidate that meets the goal on held-out prompts to "
-            "preset.yaml, for apply(pipe, 'preset.yaml'). Results are saved as they are made; --resume continues after "
-            "an interruption.",
+            "Sample candidates from the settings of both techniques, and measure their time and drift in rungs, on "
+            "ever more prompts; the better half of each rung goes on. Write the candidate that meets the goal on "
+            "held-out prompts to preset.yaml, for apply(pipe, 'preset.yaml'). Results are saved as they are made; "
+            "--resume continues after an interruption.",
             "Fields that you type in --techniques stay fixed.",
         ),
     )
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     )
     shared.add_prompt_options(parser, default="flowers")
     add_("--candidates", type=count, default=24, metavar="N", help="candidates in the first rung (default: 24)")
-    add_("--rungs", type=count, default=3, metavar="N", help="rungs; the better half of each goes on (default: 3)")
+    add_("--rungs", type=count, default=3, metavar="N", help="rungs, which are rounds of measuring (default: 3)")
     number = "pictures in the first rung; each further rung doubles them (default: 2)"
     add_("--number", type=count, default=2, metavar="N", help=number)
     add_("--seed", type=parse_seed, default=0, metavar="N", help="seed of candidates and pictures (default: 0)")
