@@ -85,7 +85,7 @@ class _AnyCalls(Calls):
         if _writes_cache(given):
             raise TokenMergeError(
                 "this call fills a cache of keys and values, which held blocks would not; turn the cache off, or "
-                "remove first"
+                "call remove first"
             )
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         time = latest(next((given[name] for name in _TIMES if given.get(name) is not None), 0.0))

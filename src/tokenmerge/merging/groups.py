@@ -127,7 +127,8 @@ class MergeGroup:
     def recall(self, past: Past) -> None:
         """Restore the maps of a past call. Where every block has its own map, blocks make the same maps again."""
         self.slot, self.partition, self.grids, due = past
-        # One refresh counts as done: nothing else is selected again, and blocks with their own maps write to copies.
+        # One refresh counts as done. So a shared map is not selected again, and blocks with maps of their own write to
+        # copies.
         self._due = replace(due, maps="select" if self._method.RENEWS == ALWAYS else "reuse", maps_done=1)
         self._gathered.clear()
 

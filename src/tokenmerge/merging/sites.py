@@ -145,8 +145,8 @@ class ComponentSite(MergeSite):
         self.visits = first and refreshes  # otherwise an entry site asks
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
-        # IP-Adapter masks are resized to the image size, which the number of merged queries no longer gives.
-        # Self-attention receives masks too, and ignores them.
+        # diffusers resizes IP-Adapter masks to a grid of all queries, and merged queries lie on none. Self-attention
+        # receives masks too, and ignores them.
         masked = kwargs.get("ip_adapter_masks") is not None and kwargs.get("encoder_hidden_states") is not None
         if self.idle or masked:
             return self.original(*args, **kwargs)

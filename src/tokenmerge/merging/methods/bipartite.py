@@ -69,8 +69,8 @@ class Bipartite(ClusterMethod):
         return Partition(layout, None, None, description, (grid,), before, after)
 
     def renew(self, merge_map: ClusterMap, phase: str, given: Given) -> None:
-        # In an odd batch guidance makes two calls, and different random patterns in them show in the image. Like the
-        # package, take the top left tokens then.
+        # An odd batch cannot hold both sides of guidance, so these come in two calls. Different random patterns in the
+        # two would show in the image. Like the package, take the top left tokens.
         tokens, partition = given.tokens, given.partition
         drawn = given.generator if given.technique.selection == "random" and tokens.shape[0] % 2 == 0 else None
         destinations, sources = split_cells(partition.grids[0], tokens.device, drawn)
