@@ -17,7 +17,7 @@ from tokenmerge.tools.measure import environment
 
 SIDE, STEPS = 128, 28
 CPU = torch.device("cpu")
-# Schedules of a model by name: the class of the scheduler, and changes to the config of the model's own.
+# Schedules of a model by name: a class with `from_config`, and changes to the config of the model's own scheduler.
 Schedules = Mapping[str, tuple[Any, dict[str, Any]]]
 
 

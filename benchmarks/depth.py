@@ -1,11 +1,11 @@
-"""Does depth make merging cheap? Drift and FID of merging and holding on Flux models of several depths.
+"""Measures whether depth makes merging cheap: drift and FID of Merge and Hold on Flux models of several depths.
 
     python benchmarks/depth.py flux-6 flux-12 flux-24 --reference PHOTOGRAPHS --networks FOLDER --out OUT
 
-Each folder is a model of training/flux.py with other `--layers`, as training/export.py writes it; training/README.md
-has the commands. It needs a GPU. The first quarter of the blocks runs whole, as the preset `dit` has it. Options of
-eval may follow, such as `--number 2 --steps 3 --size 64x64 --device cpu` for a trial. Killed, it goes on where it was.
-OUT/depth.jsonl has a line for each model and setting, and OUT/depth.png shows them.
+Each folder is a model that training/flux.py trained with other `--layers` and training/export.py wrote;
+training/README.md has the commands. It needs a GPU. The first quarter of the blocks runs whole, as in the preset `dit`.
+Options of eval may follow, such as `--number 2 --steps 3 --size 64x64 --device cpu` for a trial. A killed run resumes.
+OUT/depth.jsonl gets a line for each model and setting, and OUT/depth.png plots them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> int:
         )
         if failed:
             return failed
-        told = (out / "results.jsonl").read_text(encoding="utf-8").splitlines()
-        lines += [{"blocks": count_blocks(model), **json.loads(line)} for line in told]
+        results = (out / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        lines += [{"blocks": count_blocks(model), **json.loads(line)} for line in results]
     write_text(asked.out / "depth.jsonl", "".join(to_json(line) for line in lines))
     save_plot(plot(lines), asked.out / "depth.png")
     print(table(lines))
@@ -70,7 +70,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def plot(lines: list[dict[str, Any]]) -> Any:
-    """LPIPS to the plain picture by the number of blocks, a line for each technique."""
+    """LPIPS to the plain picture over the number of blocks, with a line per technique."""
     figure, axes = new_plot()
     for place, technique in enumerate(TECHNIQUES):
         mine = [line for line in lines if line["label"] == technique]

@@ -130,7 +130,7 @@ def front_table(records: Sequence[dict[str, Any]]) -> str:
     """The front of every kind, fastest first."""
     fronts = {kind: front([each for each in measured(records) if kind_of(each) == kind]) for kind in KINDS}
     rows = [[kind, *_cells(record)] for kind, found in fronts.items() for record in found]
-    return f"{markdown(['kind', *_HEADER], rows)}\n\n{_told(records)}"
+    return f"{markdown(['kind', *_HEADER], rows)}\n\n{_note(records)}"
 
 
 def rivals_table(records: Sequence[dict[str, Any]]) -> str:
@@ -157,7 +157,7 @@ def equal_time_table(records: Sequence[dict[str, Any]]) -> str:
         for name, least in wishes.items()
         for kind, record in best_at(least, records).items()
     ]
-    return f"{markdown(['at least', 'kind', *_HEADER], rows)}\n\n{_told(records)}"
+    return f"{markdown(['at least', 'kind', *_HEADER], rows)}\n\n{_note(records)}"
 
 
 def losses_table(models: Sequence[Sequence[dict[str, Any]]]) -> str:
@@ -233,7 +233,7 @@ def _sample(record: dict[str, Any]) -> str:
     return f"{conditions(record)}; {record['prompts']} prompts x {record['seeds']} seeds{time}"
 
 
-def _told(records: Sequence[dict[str, Any]]) -> str:
+def _note(records: Sequence[dict[str, Any]]) -> str:
     fid = records[0]["metrics"].get("fid")
     return f"{_sample(records[0])}." + (f" FID to photographs; plain it is {fid['mean']:.1f}." if fid else "")
 

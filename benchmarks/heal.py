@@ -3,9 +3,9 @@
     python benchmarks/heal.py --data PHOTOGRAPHS --reference UNSEEN --networks FOLDER --out OUT
 
 PHOTOGRAPHS have captions in text files beside them. UNSEEN are other photographs, for FID. It needs a GPU: 3000 steps
-should take about 25 minutes per run on an H200. Options of heal may follow. To try it on a CPU, add `--size 64x64
---steps 2 --batch 2 --held-out 3 --denoising-steps 3`. A killed run resumes. OUT/heal.jsonl gets a line for each model
-and ratio, for benchmarks/results.
+should take about 25 minutes for each model on an H200. Options of heal may follow. To try it on a CPU, add `--size
+64x64 --steps 2 --batch 2 --held-out 3 --denoising-steps 3`. A killed run resumes. OUT/heal.jsonl gets a line for each
+model and ratio, for benchmarks/results.
 """
 
 from __future__ import annotations

@@ -21,6 +21,19 @@ from tokenmerge import Hold
 
 PICTURES = 2
 SDE = {"algorithm_type": "sde-dpmsolver++"}
+
+
+class FlowSde:
+    """Makes SDE-DPM-Solver++ for flows anew: with the shift of FluxPipeline's defaults, not the model's own."""
+
+    @staticmethod
+    def from_config(_: Any) -> Any:
+        # The pipeline gives a shift to schedulers that take one.
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+        flow |= {"use_dynamic_shifting": True, "time_shift_type": "exponential"}
+        return diffusers.DPMSolverMultistepScheduler(**flow, **SDE)
+
+
 TECHNIQUES = {
     "tiny-flux": [Hold(every=2, what="prediction"), Hold(every=3, what="prediction"), Hold(what="prediction")],
     "tiny-sdxl": [Hold(every=3, what="prediction"), Hold(every=3, what="blocks"), Hold(what="prediction")],
@@ -29,10 +42,7 @@ SCHEDULES: dict[str, Schedules] = {
     "tiny-flux": {
         "its own, no noise": (diffusers.FlowMatchEulerDiscreteScheduler, {}),
         "flow, stochastic": (diffusers.FlowMatchEulerDiscreteScheduler, {"stochastic_sampling": True}),
-        "SDE-DPM-Solver++": (
-            diffusers.DPMSolverMultistepScheduler,
-            {"prediction_type": "flow_prediction", "use_flow_sigmas": True, **SDE},
-        ),
+        "SDE-DPM-Solver++": (FlowSde, {}),
     },
     "tiny-sdxl": {
         "its own, no noise": (diffusers.EulerDiscreteScheduler, {}),

@@ -1,13 +1,13 @@
-"""Compares what healing can be taught with: seven ways, on both bundled models, with the same steps.
+"""Compares seven ways to train a LoRA that heals merging, on both bundled models, with the same number of steps.
 
     python benchmarks/targets.py --data PHOTOGRAPHS --networks FOLDER --out OUT
 
 PHOTOGRAPHS have captions in text files beside them. It needs a GPU. OUT/targets.jsonl gets a line for each model and
-way, and a run that was killed goes on after the last one. On a CPU it can be tried with `--size 64 --steps 2 --batch 2
---at-once 1 --held-out 2 --denoising-steps 3`.
+way; a killed run resumes after its last line. To try it on a CPU, add `--size 64 --steps 2 --batch 2 --at-once 1
+--held-out 2 --denoising-steps 3`.
 
-Every way is judged alike: by the loss of the plain model's output on held-out pictures, and by how far pictures of
-held-out captions are from plain ones.
+Every way is judged alike: by the loss against the plain model's output on held-out pictures, and by the drift of
+pictures of held-out captions.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from tokenmerge.tools.quality.networks import Sources
 
 MODELS = {"tiny-flux": "dit", "tiny-sdxl": "unet"}
 METRICS = ("mse", "lpips")
-# What both models are guided with.
+# Guidance of both models.
 GUIDANCE = 2.5
-# Weight of the features' loss beside that of the output.
+# Weight of the features' loss; the output's is 1.
 FEATURES = 1.0
-# Seeds of pictures that are judged, and of the model's own pictures to train with.
+# First seeds of the judged pictures, and of pictures that the plain model draws to train with.
 JUDGED, OWN = 2**40, 2**41
 
 
 class FeatureTrainer(Trainer):
-    """Teaches the tokens that leave each block, beside the output. Errors are relative to the tokens' mean square."""
+    """Teaches the output and the tokens that leave each block. Errors of tokens are relative to their mean square."""
 
     blocks: Sequence[Block]
 
@@ -64,7 +64,7 @@ class FeatureTrainer(Trainer):
             return super()._target(call), found
 
     def _error(self, call: NoisedCall, target: Any, model: nn.Module) -> Tensor:
-        # Plain features have no gradient; the loss on held-out pictures is that of the plain `Trainer`.
+        # The plain features have no gradient. On held-out pictures, `Trainer` computes the loss instead.
         wanted, plain = target
         with self._features() as found:
             loss = super()._error(call, wanted, model)
@@ -89,22 +89,22 @@ class FeatureTrainer(Trainer):
 
 
 class GuidedCall(NamedTuple):
-    """Calls without a caption and with it; its output is the guided one."""
+    """A call without the caption and one with it. Its output is the guided one."""
 
     empty: NoisedCall
-    told: NoisedCall
+    captioned: NoisedCall
 
     @property
     def rows(self) -> int:
-        return self.told.rows
+        return self.captioned.rows
 
     def output(self, model: nn.Module) -> Tensor:
-        empty, told = self.empty.output(model), self.told.output(model)
-        return empty + GUIDANCE * (told - empty)
+        empty, captioned = self.empty.output(model), self.captioned.output(model)
+        return empty + GUIDANCE * (captioned - empty)
 
 
 class GuidedTrainer(Trainer):
-    """Teaches the guided output, as it moves the picture."""
+    """Teaches the guided output, which is what moves the picture."""
 
     def calls(self, items: Sequence[Item], rng: random.Random) -> list[Any]:
         made = []
@@ -113,8 +113,8 @@ class GuidedTrainer(Trainer):
             for item in items[first : first + self.at_once]:
                 step, seed = rng.choice(self.noising.steps), rng.randrange(2**31)
                 parts.append(_halves(self.noising, item, step, seed))
-            empty, told = zip(*parts, strict=True)
-            made.append(GuidedCall(joined(empty), joined(told)))
+            empty, captioned = zip(*parts, strict=True)
+            made.append(GuidedCall(joined(empty), joined(captioned)))
         return made
 
 
@@ -127,7 +127,7 @@ def _halves(noising: Noising, item: Item, step: int, seed: int) -> tuple[NoisedC
 
 
 def _row(value: Any, row: int) -> Any:
-    """One row of two in all that has rows."""
+    """One of the two rows of every tensor that has rows."""
     if isinstance(value, NoisedCall):
         return NoisedCall(_row(value.args, row), _row(value.kwargs, row))
     if isinstance(value, dict):
@@ -138,7 +138,7 @@ def _row(value: Any, row: int) -> Any:
 
 
 class UnmergeWeights:
-    """A learned weight for every token of what a block changed: 1 + a linear function of the token that enters."""
+    """Learned weights for a block's residual, one per token: 1 + a linear function of the token that enters."""
 
     def __init__(self, adapter: Adapter, blocks: Sequence[Block], merge: Merge) -> None:
         device = next(adapter.denoiser.parameters()).device
@@ -172,7 +172,7 @@ class UnmergeWeights:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to teach. ends: of the names of layers that learn."""
+    """One way to train. ends: as in `Adapter`."""
 
     name: str
     trainer: type[Trainer] = Trainer
@@ -194,7 +194,7 @@ WAYS = (
 
 
 class Comparison:
-    """One model, and what its ways are judged by."""
+    """One model, with the pictures and metrics that judge all ways."""
 
     def __init__(self, model: str, asked: argparse.Namespace, items: Sequence[Item]) -> None:
         self.asked, self.model = asked, model
@@ -214,7 +214,7 @@ class Comparison:
         self.own: list[Item] = []
 
     def _pictures(self, studio: Studio) -> list[Picture]:
-        """One of each held-out caption."""
+        """One picture per held-out caption."""
         studio.pipe.set_progress_bar_config(disable=True)
         drawn = [studio.draw(item.caption, (JUDGED + place,))[0][0] for place, item in enumerate(self.held_out)]
         return [Picture(to_tensor(picture)) for picture in drawn]
@@ -225,7 +225,7 @@ class Comparison:
         return {each.name: sum(self.meter.pair(each, *pair) for pair in pairs) / len(pairs) for each in metrics}
 
     def judge(self, way: Way) -> dict[str, Any]:
-        """Teach in one way, from the beginning, and say what came of it."""
+        """Train in one way from the beginning, and return its figures."""
         asked, studio = self.asked, Studio(self.setup)
         if way.own and not self.own:
             folder = asked.out / f"{self.model}-own"
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     asked = parser.parse_args()
-    # Its backward pass crashed under torch 2.11.
+    # The backward pass of cuDNN's attention crashed in torch 2.11.
     torch.backends.cuda.enable_cudnn_sdp(False)
     asked.out.mkdir(parents=True, exist_ok=True)
     path = asked.out / "targets.jsonl"
