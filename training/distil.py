@@ -78,8 +78,8 @@ class Sampling(ABC):
         none = torch.full_like(captions, len(self.text[0]) - 1)
         for step in range(first, last):
             both = self.output(torch.cat([state, state]), step, torch.cat([none, captions])).float()
-            empty, told = both.chunk(2)
-            state = self.land(state, empty + self.guidance * (told - empty), step, step + 1)
+            empty, captioned = both.chunk(2)
+            state = self.land(state, empty + self.guidance * (captioned - empty), step, step + 1)
         return state
 
 

@@ -96,9 +96,8 @@ def trial_step(phases: Sequence[str]) -> int:
 
 
 def typical_step(phases: Sequence[str]) -> int:
-    """The second step of the most frequent phase, since the first may also begin an image or make a bound's maps.
-
-    Phases that reuse maps come first, then those that are not full, then all.
+    """The second step of the most frequent phase, or its only one: the first may also begin an image or make a bound's
+    maps. Only phases that reuse maps count; without any, those that are not full; without those too, all.
     """
     reused = [phase for phase in phases if phase.startswith("merged, reuse")]
     others = [phase for phase in phases if "full" not in phase]

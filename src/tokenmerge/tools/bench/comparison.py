@@ -98,8 +98,8 @@ class Task:
 
 
 def run(task: Task) -> list[dict[str, Any]]:
-    """Measure every size, batch and mode, and append each record to the file `out` at once. With `resume`, reuse the
-    records in that file that come from the same machine and versions.
+    """Measure every size, batch and mode, and append each record to the file `out` as soon as it is measured. With
+    `resume`, reuse the records in that file that come from the same machine and versions.
 
     Every second round runs in reverse order, so that a device that slows down as it warms up slows all candidates.
     """

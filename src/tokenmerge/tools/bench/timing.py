@@ -31,7 +31,7 @@ class Setting:
     mode: str
     steps: int
     warmups: int
-    settle: float  # at least so many seconds of warm-up, for the clocks of the device to settle
+    settle: float  # least seconds of warm-up, for the clocks of the device to settle
     repeats: int
     loops: int  # whole schedules to time as well
     command: str  # as typed

@@ -58,7 +58,7 @@ def read_items(source: Path) -> list[Item]:
         share = len(unreadable) / len(paths)
         fact = f"{len(unreadable)} of {counted(len(paths), 'picture')} cannot be read ({named})"
         if share > _UNREADABLE:
-            raise TokenMergeError(f"{fact}; at most {_UNREADABLE:.0%} may be left out: mend or remove them")
+            raise TokenMergeError(f"{fact}; at most {_UNREADABLE:.0%} may be left out: repair or remove them")
         print(f"tokenmerge: {fact}; they are left out", file=sys.stderr)
     return [Item(path, _caption(path)) for path in paths if readable[path]]
 

@@ -51,7 +51,7 @@ def check_memory(trainer: Trainer, device: torch.device) -> None:
 
 
 def bytes_of_one(trainer: Trainer, device: torch.device) -> int | None:
-    """Peak memory of a step with a single picture; None where it cannot be measured."""
+    """Bytes that a step with a single picture adds at its peak; None where they cannot be measured."""
     calls = trainer.calls([BLANK], random.Random(0))
     free_memory(device)
     before = _used(device)

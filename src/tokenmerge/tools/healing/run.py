@@ -133,7 +133,7 @@ class _Run:
         for name, now in json.loads(to_json(self._settings)).items():
             if before.get(name) != now:
                 raise TokenMergeError(
-                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; use the same, or give "
+                    f"{self.out} was begun with {name} {before.get(name)}, not {now}; ask for the same, or give "
                     "another --out"
                 )
 

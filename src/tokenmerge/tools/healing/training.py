@@ -90,7 +90,7 @@ class Trainer:
         self.adapter = adapter
         self.at_once = at_once
         self.noising = noising
-        # All calls lie in the window already. They are no steps of a schedule, to which it could apply.
+        # Calls come from steps in the window. They follow no schedule by which Merge could find its window itself.
         self._merge = merge.replace(start=0.0, stop=1.0)
         self._device = device
         self._half = None if dtype == "float32" else getattr(torch, dtype)

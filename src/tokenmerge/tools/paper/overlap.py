@@ -114,8 +114,8 @@ def _draw(records: Sequence[dict[str, Any]], interval: int, technique: Merge) ->
     axes.set_ylim(0, 1.02)
     # Steps are whole numbers.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"step, compared with the first step of every {interval}")
-    axes.set_ylabel("share of destinations that stay")
+    axes.set_xlabel(f"step; destinations are compared with those of the first of every {interval} steps")
+    axes.set_ylabel("share of the same destinations")
     title = f"Do destinations stay? {technique.selection} in {technique.regions}, ratio {technique.ratio:g}"
     axes.set_title(title, fontsize=10, loc="left")
     columns = 1 + len(blocks) // 24

@@ -259,5 +259,6 @@ def _check_replicas(serving: Serving) -> None:
     gpus = torch.cuda.device_count() if device.type == "cuda" else serving.replicas
     if serving.replicas > gpus:
         raise TokenMergeError(
-            f"--replicas is {serving.replicas}, but each needs a GPU and there are {gpus}; use {gpus}"
+            f"--replicas is {serving.replicas}, but each needs a GPU and there {'is' if gpus == 1 else 'are'} {gpus}; "
+            f"use {gpus}"
         )

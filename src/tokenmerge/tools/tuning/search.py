@@ -32,7 +32,7 @@ from .rivals import read_rivals
 from .samples import Share, shares
 from .space import draw_candidates
 
-# How many candidates may be tried on held-out samples. Results on the samples of a choice flatter it, so it may fail.
+# The most candidates to try on held-out samples. The samples that a candidate was chosen by flatter it, so it may fail.
 _TRIES = 3
 
 
@@ -134,6 +134,8 @@ class _Race:
             if rungs:
                 kept = survivors(rungs[-1].points, rungs[-1].plain, self.search.goal, size)
                 candidates = [point.configuration for point in kept]
+                # If the model refused many, fewer than planned are left.
+                self.bar.total -= (size - len(candidates)) * share.count
             rungs.append(self.measure(str(place + 1), candidates, share, f"rung {place + 1} of {len(sizes)}"))
             if not rungs[-1].points:
                 raise _nothing_left(rungs[-1].refused)
