@@ -78,7 +78,7 @@ def changes(value: Any, base: Any) -> dict[str, Any]:
 
 
 def differing(value: Any, base: Any) -> dict[str, str]:
-    """These fields in the form that people type."""
+    """The fields in which `value` differs from `base`, in the form that people type."""
     return {name: write_value(each) for name, each in changes(value, base).items()}
 
 

@@ -57,7 +57,8 @@ class Outline:
     decoder_scale: int | None = None  # pixels along a side of a latent, if its decoder says so
     decoder_frames: int | None = None  # frames per latent, likewise
     defaults: CallDefaults = field(default_factory=CallDefaults)
-    pipeline: str | None = None  # name of the pipeline class, as module.class if its code lies beside the model
+    # Name of the pipeline class, as module.class if its code lies beside the model; None for a bare denoiser.
+    pipeline: str | None = None
 
     @cached_property
     def family(self) -> Family:
