@@ -385,6 +385,8 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
     # What is drawn follows the button.
     tops = [visit.box(name).y for name in ("#tm-draw", "#tm-slider", "#tm-seed")]
     assert tops == sorted(tops)
+    visit.show("Summary")
+    assert not page.locator("#tm-summary .tm-text").evaluate(cut)
     colors = []
     for theme in ("light", "dark"):
         page.evaluate("theme => document.body.classList.toggle('dark', theme == 'dark')", theme)

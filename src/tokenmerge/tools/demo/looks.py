@@ -83,8 +83,11 @@ def merged(pair: Pair) -> str:
 
 
 def summary(pair: Pair) -> str:
-    """The library's summary of the fast picture."""
-    return f'<pre class="tm-summary">{escape(pair.summary)}</pre>'
+    """The library's summary of the fast picture. Sentences wrap, and tables scroll."""
+    parts = pair.summary.split("\n\n")
+    kinds = ["tm-table" if "\n---" in part else "tm-text" for part in parts]
+    shown = [f'<pre class="{kind}">{escape(part)}</pre>' for kind, part in zip(kinds, parts, strict=True)]
+    return f'<div class="tm-summary">{"".join(shown)}</div>'
 
 
 def _strip(name: str, side: Side, steps: int) -> str:
