@@ -78,6 +78,11 @@ class Trained:
         given["timestep"] = torch.full_like(given["timestep"], timestep)
         return self.denoiser(**given, return_dict=False)[0].square().mean()
 
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """How often maps were selected and weighed in this image, by group."""
+        return [(group.selections, group.weighings) for group in self.denoiser._tokenmerge.merging.groups]
+
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         self.denoiser.zero_grad()
         loss.backward()
@@ -100,7 +105,9 @@ def test_checkpointed_gradients_are_those_of_plain_ones(kind: str, method: str) 
     model.denoiser.enable_gradient_checkpointing()
     again = [model.call(seed=1), model.call(seed=2)]
     assert [each.item() for each in again] == [each.item() for each in losses]
+    counted = model.counts
     assert_equal(plain, model.gradients(again[0] + again[1]), rtol=1e-5, atol=1e-7)
+    assert model.counts == counted, "blocks that ran again were counted again"
 
 
 def test_blocks_in_a_backward_pass_do_what_their_own_call_did() -> None:

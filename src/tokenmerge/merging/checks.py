@@ -53,7 +53,7 @@ def check_mergeable(denoiser: nn.Module, technique: Merge) -> None:
 
 def _is_fused(module: nn.Module) -> bool:
     """Whether `module` is attention that computes queries, keys and values in one product."""
-    # Only classes with `unfuse_projections` clear the mark when unfused. Others are fused by their processor.
+    # Classes without `unfuse_projections` keep the mark when they are unfused, so their processor decides.
     marked = hasattr(module, "unfuse_projections") and getattr(module, "fused_projections", False)
     return marked or _processor_of(module).startswith("Fused")
 

@@ -313,7 +313,7 @@ def _wished_height(grid: TokenGrid, regions: Regions, size: float) -> float:
 
 
 def _tile_shape(grid: TokenGrid, regions: Regions, size: int) -> tuple[int, int] | None:
-    """The rectangle of `size` tokens that tiles the grid and is nearest to the wished shape; None if none is near."""
+    """The rectangle of `size` tokens that tiles the grid and is nearest to the wished shape; None if all are far."""
     wished = _wished_height(grid, regions, size)
     best, best_stretch = None, _MAX_STRETCH
     for height in range(1, min(size, grid.height) + 1):
