@@ -89,7 +89,12 @@ _METHODS = (
 
 STUDIES = (
     Study(("table1", "table8", "table9", "fig5"), "time and quality of every method at every ratio", _METHODS),
-    Study(("table10",), "the same on a diffusion transformer", _METHODS, model="tiny-flux"),
+    Study(
+        ("table10",),
+        "time and quality of every method at every ratio, on a diffusion transformer",
+        _METHODS,
+        model="tiny-flux",
+    ),
     Study(
         ("table2",),
         "methods of selection, in the whole image and in tiles",
@@ -138,7 +143,7 @@ _OPTIONS = {
 _ON_MAPS, _ON_MODELS = (_COMPARES_NOTHING, _DRAWS_NOTHING), (_COMPARES_NOTHING, _TIMES_NOTHING)
 INQUIRIES = (
     Inquiry(("table4",), "time of merging and unmerging 4096 tokens, by method and ratio", _ON_MAPS),
-    Inquiry(("table5",), "the same for 1024 tokens", _ON_MAPS),
+    Inquiry(("table5",), "time of merging and unmerging 1024 tokens, by method and ratio", _ON_MAPS),
     Inquiry(("fig3", "fig9"), "clusters of hidden states over blocks and steps: are neighbours alike?", _ON_MODELS),
     Inquiry(("fig4",), "destinations at every step, compared with the first step of their interval", _ON_MODELS),
 )
