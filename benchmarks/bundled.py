@@ -64,11 +64,16 @@ def parser_for(doc: str | None) -> argparse.ArgumentParser:
 
 
 def write_records(out: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write every record as a line of JSON, with the environment. Everything runs in one thread."""
+    """Write every record as a line of JSON, with the environment. Everything runs in one thread.
+
+    The file replaces an older one at the end. A run that breaks off leaves it, and its own records in a `.part` file.
+    """
     torch.set_num_threads(1)
     known = environment(CPU)
-    with out.open("w", encoding="utf-8") as file:
+    part = out.with_name(f"{out.name}.part")
+    with part.open("w", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps({**record, "environment": known}) + "\n")
             file.flush()
             print(*(value for value in record.values() if isinstance(value, str | int | float)), flush=True)
+    part.replace(out)
