@@ -291,6 +291,19 @@ def goals_table(records: list[dict[str, Any]]) -> str:
     return markdown(header, rows)
 
 
+def whole_table(records: list[dict[str, Any]]) -> str:
+    """Work and drift of merging by its settings, the models side by side."""
+    header, rows = ["settings"], {}
+    for model in dict.fromkeys(record["model"] for record in records):
+        header += [f"{model}, work", "MSE", "LPIPS"]
+    for record in records:
+        if record["techniques"]:
+            mse, lpips = (record["metrics"][name]["mean"] for name in ("mse", "lpips"))
+            cells = rows.setdefault(record["label"], [f"`{record['label'].partition(':')[2]}`"])
+            cells += [f"{record['work']:.0%}".replace("%", " %"), f"{mse:.0f}", f"{lpips:.3f}"]
+    return markdown(header, list(rows.values()))
+
+
 def noise_table(records: list[dict[str, Any]]) -> str:
     """Drift of Hold, beside the same scheduler with as many steps as Hold ran in full."""
     rows = []
@@ -322,6 +335,7 @@ OF_RECORDS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "making-up": making_up_table,
     "drift": drift_table,
     "goals": goals_table,
+    "whole": whole_table,
     "comfyui": comfyui.table,
     "noise": noise_table,
 }
