@@ -98,7 +98,7 @@ def check_holdable(denoiser: nn.Module, runs: Sequence[HeldRun]) -> None:
             f"a cache ({name}) skips steps, and so does Hold; use only one of them: call disable_cache(), or apply "
             "Merge instead"
         )
-    # Of candidates, it is not known yet which will be held.
+    # It is not known yet which of the candidates will be held.
     held = {block.module for run in runs if not run.generic for block in run.blocks}
     # If the whole denoiser is held, no weights move.
     for block in (block for run in runs if not run.whole for block in run.blocks):

@@ -13,7 +13,7 @@ from torch import Tensor
 _LEAST, _MOST = 1e-4, 1e4
 # Below the first level a picture becomes visible. Above the second, where some schedules begin, all is noise.
 _VISIBLE, _PURE_NOISE = 15.0, 100.0
-# Of an unknown schedule: the usual number of steps, and the distance between two.
+# Defaults for an unknown schedule: the number of steps, and the distance between two.
 _USUAL_STEPS, _USUAL_DISTANCE = 30, 0.1
 # Coefficient of the newest output in an Adams-Bashforth step, by order.
 _GAINS = {1: 1.0, 2: 3 / 2, 3: 23 / 12, 4: 55 / 24}
