@@ -1,4 +1,4 @@
-"""What fails leaves nothing half done: a call that is made again, a refused apply, a model that was exchanged."""
+"""Failures leave no partial state: retried calls, a refused apply, a denoiser replaced while a technique is on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_call_that_failed_and_is_made_again_counts_once() -> None:
         if ends:
             clock.end_call()
     assert counted == [0, 0, 1, 1, 1]
-    # After a step, nothing is made again.
+    # Once the scheduler has stepped, the next call is not a retry.
     clock.begin_call()
     clock.next_step()
     clock.begin_call()

@@ -1,4 +1,4 @@
-"""A host other than diffusers: it tells the noise of every evaluation, and joins conditions as it likes."""
+"""Hosts other than diffusers: they report the noise of every evaluation and batch conditions as they like."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenmerge.runtime.sigmas import SigmaFollower
 from tokenmerge.runtime.state import APPLIED
 
 STEPS = 8
-# Which conditions each call of a step has.
+# The conditions in each call of a step.
 JOINED, SPLIT, TURNED, TWICE = (("a", "b"),), (("a",), ("b",)), (("b",), ("a",)), (("a", "b"), ("a",))
 
 
@@ -38,7 +38,7 @@ def model() -> Any:
 def driven(
     model: Any, technique: Hold | Merge | tuple[Merge, Hold] | None, orders: Sequence[Any]
 ) -> tuple[list[dict[str, Tensor]], Summary | None]:
-    """What every condition gives at every step, and guidance to the first; orders: of calls, step by step."""
+    """The outputs of each condition and the guided picture at every step. orders: the calls of each step."""
     family = family_of(model)
     asked: list[tuple[str, ...]] = []
 
@@ -65,7 +65,7 @@ def driven(
             found: dict[str, Tensor] = {}
 
             def run(calls: Any = calls, step: int = step, found: dict[str, Tensor] = found) -> Tensor:
-                # Of a condition that comes twice the first time counts.
+                # If a condition comes twice, its first output counts.
                 for each in reversed([call(conditions, step) for conditions in calls]):
                     found.update(each)
                 return torch.stack([3.0 * found["a"] - 2.0 * found.get("b", found["a"])])
@@ -122,7 +122,7 @@ def test_a_condition_that_comes_late_runs_until_it_is_known(model: Any) -> None:
 
 
 def test_a_condition_that_pauses_has_missed_nothing(model: Any) -> None:
-    """As windows of a video, which differ from step to step."""
+    """Windows of a video pause like this: they differ from step to step."""
     plain, _ = driven(model, None, [JOINED] * STEPS)
     paused, _ = driven(model, HOLD, [JOINED] * 3 + [(("a",),)] * 3 + [JOINED] * (STEPS - 6))
     check_same([{"b": paused[6]["b"]}], [plain[6]])
@@ -132,7 +132,7 @@ PREDICTION = Hold(every=2, start=0.0, what="prediction")
 
 
 def test_a_held_prediction_asks_the_model_nothing(model: Any) -> None:
-    """It lies on the line through the last two that guidance gave, or is the last where the slope did not come true."""
+    """It lies on the line through the last two guided predictions, or repeats the last if the slope proved wrong."""
     plain, _ = driven(model, None, [JOINED] * STEPS)
     held, told = driven(model, PREDICTION, [JOINED] * STEPS)
     assert told is not None
@@ -144,7 +144,7 @@ def test_a_held_prediction_asks_the_model_nothing(model: Any) -> None:
     for number, each in enumerate(held):
         if asked[number]:
             full.append(number)
-            # Samples here do not depend on what was held before.
+            # The samples in this test do not depend on earlier held steps.
             assert torch.equal(each["picture"], plain[number]["picture"])
             continue
         last = held[full[-1]]["picture"]
@@ -170,7 +170,7 @@ def test_predictions_are_held_however_a_host_joins_conditions(model: Any) -> Non
 
 @pytest.mark.parametrize("renews", [True, False])
 def test_steps_that_run_run_merged_beside_a_held_prediction(model: Any, renews: bool) -> None:
-    """And no slope is taken across a map that was made anew."""
+    """Hold takes no slope across a renewed map."""
     every = 1 if renews else STEPS
     merge = Merge(ratio=0.5, regions="tile:2x2", destinations_every=every, weights_every=every)
     both, told = driven(model, (merge, PREDICTION), [JOINED] * STEPS)
@@ -183,7 +183,7 @@ def test_steps_that_run_run_merged_beside_a_held_prediction(model: Any, renews: 
 
 @pytest.mark.parametrize("technique", [HOLD, PREDICTION], ids=["blocks", "prediction"])
 def test_what_is_held_is_freed_with_the_picture(model: Any, technique: Hold) -> None:
-    """And not when the garbage collector comes: memory is short on a GPU."""
+    """Without waiting for the garbage collector: GPU memory is scarce."""
     follower = SigmaFollower(even_levels(STEPS))
     plan = hosted_plan(model, family_of(model), Techniques.of(technique), lambda: False)
     gc.collect()

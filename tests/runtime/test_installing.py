@@ -1,4 +1,4 @@
-"""What `apply` changes outside of a model: the compiler's limit of graphs, which it gives back."""
+"""`apply` raises the compiler's recompile limit, a global setting; it is restored with the last model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_another_limit_that_was_set_since_is_left_alone(way: str) -> None:
     del pipe
     gc.collect()
     assert limit() == 100
-    # And it is that which counts from now on.
+    # Later models respect it too.
     other = tokenmerge.apply(tiny.build("flux"), Merge())
     assert limit() == 100
     tokenmerge.remove(other)

@@ -1,4 +1,4 @@
-"""How noisy steps are, under every scheduler of diffusers, and where that places them."""
+"""Noise levels of steps under every diffusers scheduler, and the places derived from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tokenmerge.runtime.levels import error_gain, even_levels, noise_levels, output_length, place_at, planned_levels
 
 KARRAS = {"use_karras_sigmas": True}
-# Sigma begins at 4096.
+# The first sigma is 4096.
 ZERO_SNR = {**KARRAS, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 SCHEDULERS: list[tuple[Any, dict[str, Any]]] = [
@@ -50,7 +50,7 @@ def test_noise_falls_along_a_picture(scheduler: Any, changes: dict[str, Any], st
 
 
 def test_one_noise_is_one_level_whoever_tells_it() -> None:
-    """Half noise and half signal, in the words of three kinds of scheduler."""
+    """Half noise and half signal, as each kind of scheduler expresses it."""
     euler = diffusers.EulerDiscreteScheduler()
     euler.timesteps, euler.sigmas = torch.tensor([500.0]), torch.tensor([1.0, 0.0])
     flow = diffusers.FlowMatchEulerDiscreteScheduler()
@@ -76,13 +76,14 @@ def test_what_tells_no_noise_has_its_steps_counted() -> None:
 
 
 def test_a_picture_goes_its_way_once() -> None:
-    """Twice as many steps are half as far apart."""
+    """The total does not depend on the number of steps: twice as many steps are half as far apart."""
     ways = []
     for total in (20, 40):
         levels = even_levels(total)
         ways.append(sum(place_at(number, total, levels).weight for number in range(1, total) if levels[number] < 4.01))
     assert ways == [pytest.approx(math.sqrt(5) - 1)] * 2
-    # In noise alone it goes nowhere, and begins with the step that leaves that. Of second order, with two steps.
+    # In pure noise the picture does not move: its way begins with the step that leaves it. Second-order solvers
+    # evaluate every level twice, so each evaluation has half the weight.
     levels = [9000.0, 400.0, 200.0, 3.0]
     assert place_at(2, 4, levels).weight == pytest.approx(math.sqrt(101) - 2)
     twice = [level for level in levels for _ in range(2)]
@@ -90,11 +91,11 @@ def test_a_picture_goes_its_way_once() -> None:
 
 
 def test_solvers_of_higher_order_magnify_errors() -> None:
-    """By the newest coefficient of Adams and Bashforth, which LMS has over even steps."""
+    """The gain is the newest Adams-Bashforth coefficient; LMS has the same over even steps."""
     solver = diffusers.DPMSolverMultistepScheduler
     assert [error_gain(solver(solver_order=order)) for order in (1, 2, 3)] == [1.0, 1.5, 23 / 12]
     lms = diffusers.LMSDiscreteScheduler()
-    # Those of a scheduler are areas under polynomials, here over even steps of -1.
+    # LMS integrates polynomials over its sigmas, here in even steps of -1, hence the minus sign below.
     lms.sigmas = torch.arange(8, 0, -1.0)
     assert -lms.get_lms_coefficient(4, 5, 0) == pytest.approx(error_gain(lms))
     assert error_gain(diffusers.PNDMScheduler()) == error_gain(diffusers.IPNDMScheduler()) == error_gain(lms) == 55 / 24

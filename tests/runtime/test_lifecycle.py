@@ -1,4 +1,4 @@
-"""Techniques come and go without a trace, in every order with offload and LoRA, and among other changes to a model."""
+"""Techniques leave no trace when removed, in every order with offload and LoRA, and beside other model changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tokenmerge.families import family_of
 from traces import attributes, same
 
 COMPONENTS = Merge(sites="component")
-# Of two steps one is held.
+# With these, one of two steps is held.
 BLOCKS, STAGES = Hold(every=3, what="blocks", start=0.0), Hold(every=3, what="stages", start=0.0)
 FORMS: dict[str, tuple[str, list[Any]]] = {
     "sdxl-components": ("sdxl", [COMPONENTS]),
@@ -83,7 +83,7 @@ def test_200_cycles_leave_nothing_behind(kind: str) -> None:
 
 
 def check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Every image gives the scheduler timesteps of its own; nothing else may differ."""
+    """Only the scheduler may differ: every image sets new timesteps on it."""
     assert list(before["scheduler"]) == list(after["scheduler"])
     assert {name for name in before if name != "scheduler" and not same(before[name], after[name])} == set()
 
@@ -108,8 +108,8 @@ def test_remove_restores_every_attribute(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_freed_with_its_pipeline(form: str) -> None:
-    """At once, without the cyclic collector: on a GPU its weights would stay until that comes. A Flux pipeline that has
-    drawn is kept by the registry of hooks that diffusers leaves on its transformer, with or without a technique."""
+    """Without waiting for the cyclic collector: until it runs, the weights stay on the GPU. Flux is not drawn here:
+    diffusers leaves a hook registry on its transformer, which keeps a used pipeline alive even without a technique."""
     kind, techniques = FORMS[form]
     pipe = tokenmerge.apply(tiny.build(kind), techniques)
     if kind == "flux":
@@ -149,7 +149,7 @@ def test_a_model_with_techniques_refuses_to_be_copied(copied: Callable[[Any], An
     copied(pipe.transformer)
 
 
-# Orders. Each change to a pipeline has a way to make it and a way to undo it.
+# Orders: every change to a pipeline can be made and undone.
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def offload_models(pipe: Any, folder: Path) -> None:
 
 
 def offload_weights(pipe: Any, folder: Path) -> None:
-    """What sequential offload does, with the disk for a CPU: its hooks on every module that has weights."""
+    """Sequential offload to disk instead of the CPU: hooks on every module that has weights."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
             accelerate.disk_offload(part, folder / type(part).__name__ / name, execution_device=torch.device("cpu"))
@@ -198,7 +198,7 @@ OFFLOADS = {
 
 
 def others_hooks(pipe: Any) -> dict[str, Any]:
-    """What accelerate, diffusers and peft have on each module, however the plain forward is spelled."""
+    """Hooks of accelerate, diffusers and peft on each module. A plain forward counts as none, however it is stored."""
     found = {}
     for name, module in tiny.denoiser_of(pipe).named_modules():
         attributes = dict(vars(module))
@@ -214,7 +214,7 @@ def others_hooks(pipe: Any) -> dict[str, Any]:
 
 
 def build(kind: str) -> Any:
-    """A pipeline with few blocks, because LoRA takes its time on each."""
+    """A pipeline with few blocks, because LoRA is slow to load on each."""
     if kind != "sdxl":
         return tiny.build(kind)
     return tiny.build(kind, unet=tiny.short_sdxl_unet())
@@ -241,13 +241,13 @@ def hooks_without_techniques(kind: str, offload: str, steps: tuple[str, ...], fo
 
 
 def steps(techniques: list[Any]) -> int:
-    """As many as show what techniques do."""
+    """The fewest steps in which the techniques take effect."""
     return 3 if any(isinstance(each, Hold) for each in techniques) else 1
 
 
 def travel(form: str, offload: str, journey: tuple[str, ...], folder: Path, images: dict[Any, Tensor]) -> None:
-    """Make the changes of a journey, then undo them in every order. After each the image must be right, and without
-    techniques the hooks of others as if they had never been there."""
+    """Make the changes of a journey, then undo them in every order. After each change the image must be right; without
+    techniques, the hooks of other libraries must be as if no technique had ever been applied."""
     kind, techniques = FORMS[form]
     for back in itertools.permutations(journey):
         pipe = build(kind)
@@ -261,7 +261,7 @@ def travel(form: str, offload: str, journey: tuple[str, ...], folder: Path, imag
                 change(pipe, kind, offload, step, folder)
             done.append(step)
             if step in journey and back != journey:
-                # Seen once is enough, and images in between might hide what happens without them.
+                # One order checks these states; images in between might hide errors that occur without them.
                 continue
             present = {each for each in done if f"undo {each}" not in done}
             image = tiny.draw(pipe, steps=steps(techniques))
@@ -278,7 +278,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def images(form: str) -> dict[Any, Tensor]:
-    """By whether there is a LoRA and whether there are techniques."""
+    """Expected images, keyed by (LoRA loaded, techniques applied)."""
     kind, techniques = FORMS[form]
     found: dict[Any, Tensor] = {}
     for lora, applies in itertools.product([False, True], repeat=2):
@@ -334,7 +334,7 @@ def test_lora_through_the_pipeline_loads_scales_fuses_and_unloads_while_applied(
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_forward_somebody_else_wrapped_merges_once_until_remove(told: bool) -> None:
-    """Whether the wrapper tells what it wraps or not."""
+    """With and without `__wrapped__` on the wrapper."""
     pipe = tiny.build("flux")
     plain = tiny.draw(pipe)
     apply(pipe)
@@ -363,7 +363,7 @@ def test_fused_projections_merge_alike(kind: str, sites: str, fused_first: bool)
     apply(pipe, sites=sites)
     if not fused_first:
         tiny.denoiser_of(pipe).fuse_qkv_projections()
-    # Rounding differs, and selections may tip: the image is near, not equal.
+    # Rounding differs and can change which tokens are selected, so images are close, not equal.
     assert (tiny.draw(pipe) - expected).abs().mean() < 0.05
     selected = tokenmerge.summary(pipe).groups[0]["selected"]
     assert selected == 1
@@ -373,7 +373,7 @@ def ip_adapter(unet: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Random weights of an IP-Adapter with 4 image tokens from an embedding of 8."""
     names = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
     keys: dict[str, Tensor] = {}
-    # The format numbers processors in the order of the UNet, self-attention included: only the odd ones count.
+    # The format numbers processors in UNet order, self-attention included; only the odd ones are cross-attention.
     for place, name in enumerate(names):
         width = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
         for part, seed in (("to_k_ip", 0), ("to_v_ip", 1)):
@@ -465,7 +465,7 @@ def test_a_cache_that_came_first_is_refused(merged_before: bool, techniques: lis
         apply(pipe)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     before = tiny.draw(pipe), attributes(pipe)
-    # Not first, and with Hold not at all.
+    # A cache must not come first, and cannot be combined with Hold at all.
     told = "use only one of them" if Hold(every=3, start=0.2) in techniques else "a cache must come after a technique"
     with pytest.raises(TokenMergeError, match=told):
         tokenmerge.apply(pipe, techniques)

@@ -1,4 +1,4 @@
-"""Schedulers that add noise: how they are told from others, and what is held under them."""
+"""Schedulers that add noise: how they are recognised, and which `what` Hold chooses under them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NO_SIGNAL = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         ("DDIM", NO_SIGNAL, False),
         ("DDPM", {}, True),
         ("DDPM", {"variance_type": "learned_range"}, True),
-        # Where all is noise, a prediction of noise gives no numbers.
+        # At zero SNR a noise prediction does not yield a finite picture.
         ("DDPM", NO_SIGNAL, True),
-        # Wants a time for each sample.
+        # Expects one timestep for each sample.
         ("DDPMWuerstchen", {}, True),
         ("DEISMultistep", {}, False),
         ("DPMSolverMultistep", {}, False),
@@ -52,7 +52,7 @@ NO_SIGNAL = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         ("LCM", NO_SIGNAL, True),
         ("LMSDiscrete", {}, False),
         ("PNDM", {"skip_prk_steps": True}, False),
-        # Wants pictures, and ends on one of them.
+        # Requires an original image and a mask, and ends on that image.
         ("RePaint", {}, True),
         ("SASolver", {}, True),
         ("SCM", {}, True),
@@ -77,13 +77,13 @@ def test_schedulers_that_add_noise_are_known_by_trying(name: str, settings: dict
         ("EulerAncestralDiscrete", {"variance_type": "learned_range"}, True),
         ("FlowMatchHeunDiscrete", {"use_dynamic_shifting": True}, False),
         ("LCM", {"variance_type": "learned"}, True),
-        # It has flow matching make its schedule, which goes by this.
+        # It delegates its schedule to a flow-matching scheduler, which reads this setting.
         ("LTXEulerAncestralRF", {"use_dynamic_shifting": True}, True),
         ("SCM", {"use_dynamic_shifting": True}, True),
     ],
 )
 def test_settings_of_the_scheduler_before_mean_nothing(name: str, before: dict[str, Any], expected: bool) -> None:
-    """They are kept, for those who change schedulers to and fro."""
+    """diffusers keeps them in the config, so that one can switch schedulers back and forth."""
     kind = getattr(diffusers, f"{name}Scheduler")
     scheduler = kind.from_config({**kind().config, **before})
     assert before.items() <= scheduler.config.items()
@@ -120,9 +120,9 @@ def test_what_cannot_be_tried_is_taken_to_add_none(scheduler: Any) -> None:
 
 
 def test_trying_warns_of_nothing_that_was_told_before(caplog: pytest.LogCaptureFixture) -> None:
-    """Settings of another scheduler are told of when a scheduler is made from them."""
+    """diffusers already warned of another scheduler's settings when the scheduler was created from them."""
     log = logging.getLogger("diffusers")
-    # Commands that ran before may have quietened it.
+    # Tests of the command line may have silenced this logger.
     caplog.set_level(logging.WARNING, log.name)
     level, propagates = log.level, log.propagate
     log.propagate = True
@@ -130,7 +130,7 @@ def test_trying_warns_of_nothing_that_was_told_before(caplog: pytest.LogCaptureF
         pndm = diffusers.PNDMScheduler(skip_prk_steps=True)
         scheduler = diffusers.LCMScheduler.from_config(pndm.config)
         pipe = tiny.build("sd", scheduler=scheduler)
-        # Says that its numbers were rounded.
+        # Warns of rounding when it steps.
         sde = diffusers.DPMSolverSDEScheduler()
         assert "skip_prk_steps" in caplog.text
         caplog.clear()
@@ -145,7 +145,7 @@ def test_trying_warns_of_nothing_that_was_told_before(caplog: pytest.LogCaptureF
 
 
 def held(pipe: Any) -> str:
-    """What is held in a pipeline, or would be."""
+    """The resolved `what` of the applied Hold, or of the default plan if none is applied."""
     plan = tokenmerge.summary(pipe).plan or tokenmerge.plan(pipe, height=64, width=64)
     return plan.techniques.hold.what
 
@@ -158,7 +158,7 @@ def test_unets_hold_blocks_under_noise() -> None:
     assert held(noisy) == "blocks"
     assert tiny.draw(noisy, steps=12).isfinite().all()
     assert tokenmerge.summary(noisy).steps["held"] > 0
-    # What was applied stays.
+    # A refused apply leaves the earlier technique in place.
     with pytest.raises(TokenMergeError, match=r"EulerAncestral\w+ adds noise .* use Hold\(what='prediction'\)"):
         tokenmerge.apply(noisy, Hold(every=3, start=0.2, what="stages"))
     assert held(noisy) == "blocks"
@@ -216,7 +216,7 @@ def test_joint_attention_models_hold_the_clean_prediction_under_noise(kind: str)
         with pytest.raises(TokenMergeError, match=r"adds noise .* use Hold\(what='prediction'\), or another scheduler"):
             tokenmerge.apply(pipe, Hold(every=3, start=0.2, what="blocks"))
         assert held(pipe) == "prediction", "what was applied stays"
-    # Where nothing is held, no noise is lost.
+    # These hold nothing, so no noise is lost.
     for technique in (Merge(), Hold(every=1)):
         tokenmerge.apply(pipe, technique)
         assert tiny.draw(pipe).isfinite().all()

@@ -1,4 +1,4 @@
-"""Several processes for one picture, by diffusers' context parallel: two of them, over gloo (`tests/shards.py`)."""
+"""diffusers' context parallelism: two processes draw one picture over gloo (`tests/shards.py`)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import shards
 
 Outcomes = list[dict[str, Any]]
-# Pictures of one process and of two differ by as much.
+# Pictures drawn by one process and by two differ by up to this much.
 ROUNDING = 2e-6
 
-# Started once with everything imported; both processes are copies of it.
+# The server imports everything once; both processes are forked from it.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["shards"])
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What all cases came to, in both processes."""
+    """The results of all cases, one dict per process."""
     folder = tmp_path_factory.mktemp("shards")
     processes = [SERVER.Process(target=shards.main, args=(rank, folder)) for rank in range(2)]
     try:
@@ -39,7 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.fixture
 def both(outcomes: Outcomes, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What one case came to, in both."""
+    """The results of one case in both processes."""
     found = [outcome[request.param] for outcome in outcomes]
     for each in found:
         assert "failed" not in each, each["failed"]
