@@ -1,4 +1,4 @@
-"""What every step does and renews: counted over whole images, for every way a denoising loop can go."""
+"""What every step does and which maps it renews, counted over whole images, for every kind of denoising loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def told(techniques: list[Any]) -> str:
 
 
 def counts(pipe: Any) -> tuple[int, int]:
-    """Selections and weighings of the last image; every group must have the same."""
+    """Selections and weighings of the last image; all groups must agree."""
     found = {(group["selected"], group["weighed"]) for group in tokenmerge.summary(pipe).groups}
     assert len(found) == 1
     return found.pop()
@@ -161,7 +161,7 @@ def test_more_calls_per_step_than_are_kept_select_anew() -> None:
 
 
 def merged_steps(pipe: Any, **call: Any) -> list[bool]:
-    """Whether each denoising step of one image ran on merged tokens, as its queries tell."""
+    """Whether each denoising step of one image ran on merged tokens, judged by the length of its queries."""
     seen: list[int] = []
     name = next(name for name, _ in tiny.denoiser_of(pipe).named_modules() if name.endswith("to_q"))
     query = tiny.denoiser_of(pipe).get_submodule(name)
@@ -204,7 +204,7 @@ def test_a_window_is_a_share_of_the_full_schedule_in_img2img_too(scheduler: Any)
     # Strength 0.5 runs steps 10 to 19 of 20; of those 12 to 15 lie in the window.
     steps = merged_steps(pipe, num_inference_steps=20)
     if isinstance(scheduler, HeunDiscreteScheduler):
-        # 39 evaluations, of which those from the 20th on run, and those with 0.6 <= place / 39 < 0.8 merge.
+        # Of 39 evaluations numbers 20 to 38 run; those with 0.6 <= number / 39 < 0.8 merge.
         assert steps == [0.6 <= place / 39 < 0.8 for place in range(20, 39)]
     else:
         assert steps == [2 <= step < 6 for step in range(10)]
@@ -218,7 +218,7 @@ def test_both_calls_of_true_guidance_are_in_or_out_of_the_window() -> None:
 def test_unmerged_steps_are_bit_equal_to_the_model_without_merging() -> None:
     pipe = tiny.build("sdxl")
     unpatched = tiny.draw(pipe, steps=4)
-    # The window opens after the last step has begun.
+    # The window opens after the start of the last step.
     apply(pipe, start=0.99)
     assert torch.equal(tiny.draw(pipe, steps=4), unpatched)
     assert counts(pipe) == (0, 0)
@@ -280,7 +280,7 @@ BOTH = [("sdxl", "blocks"), ("sdxl", "stages"), ("sd3", "blocks"), ("flux", "blo
 
 @pytest.mark.parametrize(("kind", "what"), BOTH)
 def test_both_techniques_serve_sizes_and_batches_in_turn(kind: str, what: str) -> None:
-    """A picture does not depend on those before it, nor what its steps do."""
+    """Neither a picture nor the kinds of its steps depend on the pictures before it."""
     techniques = [Merge(), Hold(every=3, start=0.2, what=what)]
     pipe, fresh = (tokenmerge.apply(tiny.build(kind), techniques) for _ in range(2))
     calls: list[dict[str, Any]] = [{}, {"size": (72, 104)}, {"batch": 2}, {"guided": False}, {"size": (104, 72)}]
@@ -292,7 +292,7 @@ def test_both_techniques_serve_sizes_and_batches_in_turn(kind: str, what: str) -
 
 
 def test_both_techniques_keep_the_calls_of_a_step_apart() -> None:
-    """Guidance in two calls is as if each had a model of its own."""
+    """The two calls of guidance behave as if each had its own model."""
     pipe = tokenmerge.apply(tiny.build("flux"), [Merge(), Hold(every=3, start=0.0)])
     tiny.draw(pipe, steps=8, **true_cfg())
     # Steps 0, 2, 5 and 7 run, both calls of each.
@@ -461,8 +461,8 @@ def test_pipelines_that_share_a_scheduler_do_not_disturb_each_other() -> None:
 
 
 def test_a_pipeline_that_only_shares_a_scheduler_is_served() -> None:
-    """It may add noise, or step twice, which its neighbour could not bear; also once that is gone, and not collected
-    yet."""
+    """It may add noise or step several times from one timestep, although Hold in its neighbour forbids both. That stays
+    true once the neighbour is deleted but not yet collected."""
     from diffusers import StableDiffusionPanoramaPipeline
 
     alone = tiny.build("sdxl", scheduler=tiny.ddim())
@@ -495,7 +495,7 @@ def test_a_batch_may_be_stepped_sample_by_sample(way: str) -> None:
     scheduler.set_timesteps(10)
 
     def draw(size: int) -> Tensor:
-        """Steps of `size` samples at once."""
+        """Step the batch `size` samples at a time."""
         samples = tiny.noise(4, 4, 32, 32)
         inputs = {name: _repeated(value, 4) for name, value in unet_inputs(0).items() if name != "timestep"}
         for place, timestep in enumerate(scheduler.timesteps):
@@ -540,7 +540,7 @@ def test_parts_that_take_turns_are_refused_however_they_name_their_step(number: 
 
 
 def unsigned(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper of somebody's own, which does not say what it takes."""
+    """A user's wrapper that hides the signature of `step`."""
     return lambda *args, **kwargs: step(*args, **kwargs)
 
 
@@ -558,7 +558,7 @@ def unsigned(step: Callable[..., Any]) -> Callable[..., Any]:
 def test_the_timestep_is_found_among_what_a_step_is_given(
     name: str, wrap: Callable[..., Any] | None, turns: bool
 ) -> None:
-    """In the order that pipelines give it: not all schedulers take it second."""
+    """Wherever the signature of `step` places it: not all schedulers take it second."""
     unet, scheduler = tiny.short_sdxl_unet(), getattr(diffusers, f"{name}Scheduler")()
     apply(unet, scheduler=scheduler)
     if wrap:
@@ -655,7 +655,7 @@ def test_timesteps_that_are_set_once_serve_many_images() -> None:
 def test_an_image_after_one_that_was_broken_off_begins_anew(
     techniques: list[Any], broken_after: str, number: Callable[[Tensor], Any] | None
 ) -> None:
-    """Also if it passes numbers on, which do not tell where they come from."""
+    """Also if the loop passes plain numbers, which do not reveal the tensor they come from."""
     unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
     tokenmerge.apply(unet, techniques, scheduler=scheduler)
     scheduler.set_timesteps(20)
@@ -680,7 +680,7 @@ def test_an_image_that_was_broken_off_leaves_no_steps_behind(listed: bool, ran: 
     unet, scheduler = tiny.short_sdxl_unet(), tiny.ddim()
     tokenmerge.apply(unet, [Merge(stop=0.5), Hold(every=3, start=0.5)], scheduler=scheduler)
     scheduler.set_timesteps(6)
-    # Going through a tensor makes new ones, and a list may be gone through again.
+    # Iterating over a tensor creates new tensors each time; a list yields the same ones again.
     timesteps = list(scheduler.timesteps) if listed else scheduler.timesteps
     for until in (ran, ran, 6):
         for timestep in timesteps[:until]:
@@ -719,7 +719,7 @@ def test_few_steps_of_a_scheduler_that_was_not_given_are_refused(steps: int) -> 
         for _ in range(4):
             tiny.draw(other, steps=steps)
 
-    # And again, if it is tried again.
+    # A second attempt is refused too.
     for _ in range(2):
         with pytest.raises(TokenMergeError, match="another loop drives this denoiser"):
             draw_images()
@@ -737,7 +737,7 @@ def test_calls_of_a_step_may_differ_in_batch() -> None:
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
 def test_a_scheduler_that_was_not_given_is_refused(kind: str) -> None:
-    """As of a second pipeline around the same denoiser: it could neither merge at the right steps nor say so."""
+    """A second pipeline around the same denoiser has one; it would merge at the wrong steps unnoticed."""
     pipe = tokenmerge.apply(tiny.build(kind))
     other = type(pipe)(**pipe.components)
     other.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
@@ -779,7 +779,7 @@ def test_grids_are_read_from_ids_that_were_rounded(height: int, width: int, dtyp
 
 
 def test_attributes_of_a_scheduler_may_be_copied_and_put_back() -> None:
-    """As pipelines do that step one scheduler through several views."""
+    """Pipelines that step one scheduler through several views do this."""
     pipe = apply(tiny.build("sdxl"))
     kept = copy.deepcopy(vars(pipe.scheduler))
     pipe.scheduler.set_timesteps(3)
@@ -803,7 +803,7 @@ def test_selection_and_weights_are_fp32_under_autocast() -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             unet(**unet_inputs(500))
             group = unet._tokenmerge.merging.groups[0]
-            # Once more from given tokens, since autocast changes those that reach the block.
+            # Renew the map from the same tokens in both cases: autocast changes those that reach the block.
             group.done = (0, 0)
             group.refresh(tiny.noise(1, 256, 8), group.slot.map.tensors)
         made.append(group.slot.map.tensors)

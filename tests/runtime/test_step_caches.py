@@ -1,4 +1,4 @@
-"""Merging under caches that skip steps: what is due waits for a call that runs, and steps are told as they were."""
+"""Merging under caches that skip steps: due maps wait for the next call that runs; summaries count what really ran."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tokenmerge import Hold, Merge, TokenMergeError
 from tokenmerge.families import family_of
 
 STEPS = 12
-# The first block runs in every call of a FirstBlockCache, and stays whole here.
+# A FirstBlockCache runs the first block in every call; here that block does not merge.
 MERGE = Merge(skip_first=1, destinations_every=3, weights_every=2)
 
 
 def magnitude(most: int) -> MagCacheConfig:
-    """After two steps, skips as many as told, runs one, and so on."""
+    """A MagCache that, after two steps, skips `most` steps between any two that run."""
     return MagCacheConfig(
         threshold=1.0, max_skip_steps=most, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS, retention_ratio=0.2
     )
 
 
-# Of a threshold that skips about half of the calls.
+# This threshold skips about half of the calls.
 CACHES = {"first block": FirstBlockCacheConfig(threshold=0.28), "magnitude": magnitude(2)}
 
 
@@ -35,7 +35,7 @@ def build(technique: Merge = MERGE) -> Any:
 
 
 def draw(pipe: Any, *, guided: bool = False) -> Tensor:
-    """A picture; guided, by two denoiser calls in every step, whose tokens change at different speeds."""
+    """A picture. guided: with two denoiser calls in every step, whose tokens change at different speeds."""
     negative = {
         "true_cfg_scale": 3.0,
         "negative_prompt_embeds": tiny.noise(1, tiny.TEXT_TOKENS, tiny.TEXT_WIDTH, seed=50),
@@ -45,7 +45,7 @@ def draw(pipe: Any, *, guided: bool = False) -> Tensor:
 
 
 class Calls:
-    """What happened in each denoiser call: whether a part of the last block ran, and what was given out."""
+    """For each denoiser call, whether the last block ran, and the output."""
 
     def __init__(self, pipe: Any) -> None:
         self.ran: list[bool] = []
@@ -56,7 +56,7 @@ class Calls:
         pipe.transformer.register_forward_hook(lambda module, args, output: self.outputs.append(output))
 
     def missed_selections(self, turns: int) -> list[int]:
-        """How many selections were due in a call that was skipped, for each call of a step."""
+        """How many selections fell due in skipped calls, for each call of a step."""
         missed = []
         for turn in range(turns):
             last, count = -STEPS, 0
@@ -69,8 +69,8 @@ class Calls:
 
 
 def without_skipped_calls(pipe: Any, calls: Calls) -> None:
-    """Let the pipeline take what `calls` gave out in those that a cache skipped. The denoiser is not called there, and
-    merging knows of them only that they had a place in their step."""
+    """Replay the recorded outputs of the calls that a cache skipped, without running the denoiser. Merging only learns
+    that these calls had a place in their step."""
     run = pipe.transformer._call_impl
     clock = pipe.transformer._tokenmerge.state.follower.clock
     recorded = iter(zip(calls.ran, calls.outputs, strict=True))
@@ -92,8 +92,8 @@ def without_skipped_calls(pipe: Any, calls: Calls) -> None:
     ids=["first block", "magnitude", "magnitude-first merged"],
 )
 def test_skipped_calls_are_as_if_they_were_not_there(cache: str, technique: Merge, guided: bool) -> None:
-    """The picture is that of a model without a cache whose skipped calls are left out: what was due in a skipped call
-    is made in the next that runs."""
+    """The picture equals that of an uncached model whose skipped calls are left out: a map that falls due in a skipped
+    call is made in the next one that runs."""
     pipe = build(technique)
     calls = Calls(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
@@ -120,7 +120,7 @@ def test_skipped_calls_are_as_if_they_were_not_there(cache: str, technique: Merg
 )
 @pytest.mark.parametrize("cache", CACHES)
 def test_steps_that_a_cache_skips_are_told_as_such(cache: str, technique: Merge, guided: bool) -> None:
-    """Also where the first block merges, which runs in every call of a FirstBlockCache."""
+    """Also if the first block merges, although a FirstBlockCache runs it in every call."""
     pipe = build(technique)
     calls = Calls(pipe)
     pipe.transformer.enable_cache(CACHES[cache])
@@ -184,7 +184,7 @@ def test_a_cache_over_held_blocks_is_refused(cache: str, techniques: list[Any]) 
 
 
 def test_a_refused_call_is_refused_again() -> None:
-    """Without a scheduler a second try is another call of the same step."""
+    """Without a scheduler, a retry counts as another call of the same step."""
     transformer = tiny.build("flux").transformer
     tokenmerge.apply(transformer, Hold(every=3, start=0.0))
     transformer.enable_cache(CACHES["first block"])

@@ -1,4 +1,4 @@
-"""The timeline: the kind of every step from the techniques and the number of steps; and that steps then are that."""
+"""The timeline: it sets the kind of every step from the techniques and the number of steps, and pictures follow it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ tolerances = st.builds(
 
 
 def inside(technique: Merge | Hold | None, number: int, total: int) -> bool:
-    """Windows of Merge count steps; those of Hold count noise."""
+    """Whether a step lies in the window. Windows of Merge count steps; those of Hold count noise."""
     if technique is None:
         return False
     if isinstance(technique, Merge):
@@ -64,7 +64,7 @@ def test_what_every_step_is(merge: Merge | None, hold: Hold | None, total: int, 
         runs = MERGED if inside(merge, number, total) else FULL
         assert step.kind in ((runs, HELD) if inside(hold, number, total) else (runs,))
         assert bool(step.maps) == (step.kind == MERGED)
-        # Every step that runs is kept until Hold's window ends, and one after steps that were held to its end.
+        # Every step that runs is kept until Hold's window ends, and so is a step that directly follows a held one.
         shows = number > 0 and steps[number - 1].kind == HELD
         kept = hold is not None and (shows or not is_over(hold, number, total))
         assert step.keeps == (kept and step.kind != HELD)
@@ -86,9 +86,9 @@ def test_neither_technique_moves_the_steps_of_the_other(merge: Merge, hold: Hold
 @given(hold=holds, total=totals)
 def test_kept_steps_lie_closer_at_first_and_at_the_end(hold: Hold, total: int) -> None:
     steps = Timeline(None, hold).steps(total)
-    # The one after the window comes when that ends.
+    # The kept step after the window follows its end, not the distances tested here.
     kept = [number for number, step in enumerate(steps) if step.keeps and not is_over(hold, number, total)]
-    # A residual is there before anything is held.
+    # Nothing can be held before a first residual is kept.
     assert kept[:1] == [0] * (not is_over(hold, 0, total))
     distances = {later: later - earlier for earlier, later in pairwise(kept) if later < 0.85 * total}
     grown = [distance for later, distance in distances.items() if later != total - 1]
@@ -113,8 +113,8 @@ def test_which_steps_are_kept(every: int, total: int, start: float, kept: list[i
 
 @pytest.mark.parametrize("last", [8, 12, 16, 20])
 def test_an_error_within_the_tolerance_is_held(last: int) -> None:
-    """By hand: what is held at once by just so much, and not by a little less. At equal noise and picture errors count
-    in full, at more noise as much more as its root."""
+    """By hand: a tolerance 1% above the error holds the step, and one 1% below does not. At noise to signal 1 the bound
+    of the error is the tolerance itself; elsewhere it is divided by the square root of noise to signal."""
     place = places(30)
     noise = [(30 - number) / max(number, 1e-3) for number in range(30)]
     kept = Kept(place[last], place[last - 1], bend=0.5)
@@ -135,7 +135,7 @@ def test_great_strides_are_not_held_and_noise_alone_always_is() -> None:
 
 
 def test_what_is_owed() -> None:
-    """By hand: roots of noise to signal are 4, 3, 2, 1 and 0.5; the picture goes from each level to the next."""
+    """By hand: roots of noise to signal are 4, 3, 2, 1 and 0.5; the picture moves from each level to the next."""
     place = [place_at(number, 5, [16.0, 9.0, 4.0, 1.0, 0.25]) for number in range(5)]
     ways = [math.sqrt(1 + level) for level in (9.0, 4.0, 1.0, 0.25, 0.0)]
     moves = [before - after for before, after in pairwise(ways)]
@@ -158,11 +158,11 @@ def test_where_the_length_is_not_known_kept_steps_are_evenly_far() -> None:
     assert found == [0, 5, 10, 15]
 
 
-# By a tolerance.
+# Holding by a tolerance.
 
 
 def drawn(hold: Hold, total: int, bend: float | None) -> list[str]:
-    """The kinds of steps where residuals bend so much."""
+    """The kinds of steps if every kept step measures this bend."""
     timeline, kept, kinds = Timeline(None, hold), None, []
     for now in places(total):
         step = timeline.step(now, kept)
@@ -193,7 +193,7 @@ def test_straight_residuals_are_held_to_the_end() -> None:
 @given(total=st.integers(4, 60), bend=st.floats(0.01, 10.0), tolerance=st.floats(0.01, 1.0), times=st.floats(1.0, 5.0))
 def test_a_larger_tolerance_never_runs_more_steps(total: int, bend: float, tolerance: float, times: float) -> None:
     small, large = (drawn(Hold(tolerance=each), total, bend).count(FULL) for each in (tolerance, tolerance * times))
-    # One more may be where the end comes sooner after a kept one.
+    # One more step may run if a kept step lies closer to the end.
     assert large <= small + 1
 
 
@@ -203,7 +203,7 @@ def test_full_steps_depend_on_the_schedule_more_than_on_how_many_steps_it_has() 
 
 
 def test_an_error_tells_how_much_residuals_bend() -> None:
-    """Exactly, where they are parabolas: then it foretells every other error."""
+    """On parabolas the bend is exact: from one error it predicts every other."""
     first, second, third, fourth = (Place(number, at) for number, at in enumerate((0.0, 1.0, 1.5, 3.5)))
 
     def error(kept: Kept, now: Place) -> float:
@@ -297,7 +297,7 @@ def test_the_length_is_needed_for_windows_only(merge: Merge, hold: Hold | None, 
     assert Timeline(merge, Hold(every=3, start=0.2)).needs_length
 
 
-# That pictures are drawn so.
+# Pictures follow the timeline.
 
 WAYS: dict[str, list[Any]] = {
     "merged": [Merge(regions="tile:2x2", destinations_every=4, weights_every=3)],
