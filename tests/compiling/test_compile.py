@@ -1,4 +1,4 @@
-"""Techniques under torch.compile: as many graphs as the first image needs, images as without it, no stale graph."""
+"""Techniques under torch.compile: no graphs after the first image, the same images as without it, no stale graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenmerge.compiling import blocks, graphs
 from tokenmerge.families import family_of
 
 COMPONENTS = Merge(sites="component")
-# Steps before the window, kept ones and held ones, in eight.
+# Eight steps contain steps before the window, kept ones and held ones.
 BLOCKS, STAGES = Hold(every=3, start=0.2, what="blocks"), Hold(every=3, start=0.2, what="stages")
 
 
@@ -33,9 +33,9 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def build(kind: str, how: str = "regional") -> Any:
-    """As few blocks as show the sharing of graphs: two or more of every class, or one where the model is one graph."""
+    """The fewest blocks that show how graphs are shared: two of every class, or one if the model is one graph."""
     if kind == "deep sdxl":
-        # With runs of two blocks.
+        # Has runs of two blocks.
         return tiny.build("sdxl")
     if kind == "sdxl":
         return tiny.build(kind, unet=tiny.short_sdxl_unet())
@@ -63,9 +63,9 @@ def compile_model(pipe: Any, how: str, backend: Any) -> None:
             block.compile(fullgraph=True, backend=backend)
 
 
-# kind, techniques, how, and the graphs that images of one size need. Of a merged model: one of each class of block and
-# stride of its input for regional compilation, one of the whole model. With Hold one more set for steps that are kept
-# and one for those held, if what is compiled has what is held; the first, last and other blocks of a run differ.
+# kind, techniques, how, and the graphs that images of one size need. A merged model needs one graph per class of block
+# and stride of its input with regional compilation, or one for the whole model. If the compiled part contains held
+# modules, Hold adds a set for kept steps and one for held steps; the first, last and other blocks of a run differ.
 CASES = [
     ("sdxl", [COMPONENTS], "regional", 1),
     ("sdxl", [Merge()], "regional", 1),
@@ -92,12 +92,12 @@ def told(value: Any) -> str:
 
 @pytest.mark.parametrize(("kind", "techniques", "how", "graphs"), CASES, ids=told)
 def test_no_graph_is_added_after_the_first_image(kind: str, techniques: list[Any], how: str, graphs: int) -> None:
-    # Without Hold, as many as make destinations twice.
+    # Without Hold, enough steps to select destinations twice.
     steps = 8 if isinstance(techniques[-1], Hold) else 12
     pipe = tokenmerge.apply(build(kind, how), techniques)
     eager = tiny.draw(pipe, steps=steps)
     kinds = tokenmerge.summary(pipe).steps
-    # Blocks of UNets are small enough to be functionalised too, as for Inductor.
+    # UNet blocks are small enough to afford functionalisation too, as Inductor needs it.
     counter = CompileCounterWithBackend("aot_eager" if how == "regional" and "sdxl" in kind else "eager")
     compile_model(pipe, how, counter)
     compiled = tiny.draw(pipe, steps=steps)
@@ -136,7 +136,7 @@ def test_another_size_and_batch_compile_once_more_and_then_none(kind: str, techn
 
 @pytest.mark.parametrize(("kind", "sites", "how"), [("flux", "block", "whole"), ("sdxl", "component", "regional")])
 def test_many_sizes_share_graphs(kind: str, sites: str, how: str) -> None:
-    """More sizes than maps are kept for, and more than the compiler would compile one by one."""
+    """More sizes than maps are kept for, and more than the compiler would compile separately."""
     pipe = apply(build(kind, how), sites=sites)
     counter = CompileCounterWithBackend("eager")
     compile_model(pipe, how, counter)
@@ -210,7 +210,7 @@ def test_true_guidance_shares_the_graphs_of_one_call(techniques: list[Any], grap
         assert counter.frame_count == graphs
 
 
-# By position: Inductor rounds differently, and rounding decides between destinations that tie.
+# Selection by position: Inductor rounds differently, which would decide between tied destinations.
 SMOOTH = Merge(selection="uniform", temperature=0.1)
 
 
@@ -222,10 +222,10 @@ SMOOTH = Merge(selection="uniform", temperature=0.1)
     ],
     ids=told,
 )
-# The second order finds the compiled code of the first.
+# Adjacent, so that the second order reuses the code compiled for the first.
 @pytest.mark.parametrize("first", ["compile", "apply"])
 def test_compile_and_techniques_in_either_order(kind: str, techniques: list[Any], first: str) -> None:
-    # With as few blocks as there can be.
+    # The fewest blocks possible.
     pipe = build(kind, "whole")
     plain = tiny.draw(pipe)
     expected = tiny.draw(tokenmerge.apply(pipe, techniques))
@@ -264,7 +264,7 @@ def test_compile_refuses_a_denoiser_compiled_as_a_whole(how: str) -> None:
 
 
 def test_calls_that_are_never_recorded_are_told() -> None:
-    """As of a method that needs the host in every call; on a CPU none is recorded either."""
+    """Methods that need the host in every call are never recorded; neither are calls on a CPU."""
     denoiser = tiny.denoiser_of(build("flux"))
     assert blocks.unrecorded(denoiser) == ()
     vars(denoiser)[blocks._COMPILED] = blocks._Compiled((), graphs.GraphedForward(denoiser, lambda _: None))
@@ -298,7 +298,7 @@ def test_what_pipelines_leave_on_a_denoiser_does_not_forbid_graphs() -> None:
 
 
 def changes() -> dict[str, Any]:
-    """What a recorded denoiser call must notice, by name: how to build the pipeline, and what then happens to it."""
+    """Changes that a recorded denoiser call must notice, by name: how to build the pipeline, and how to change it."""
     from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
     from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
     from peft import LoraConfig
@@ -332,7 +332,7 @@ def changes() -> dict[str, Any]:
         "scaled IP-Adapter": (with_ip_adapter, lambda pipe: pipe.set_ip_adapter_scale(0.1)),
         "FreeU": (lambda: build("sdxl"), lambda pipe: pipe.unet.enable_freeu(0.9, 0.2, 1.1, 1.2)),
         "fused QKV": (lambda: build("flux"), lambda pipe: pipe.transformer.fuse_qkv_projections()),
-        # The one that is used anyway: the choice is also kept for all of the process.
+        # The default backend, because diffusers keeps the choice for the whole process.
         "a way of attention": (lambda: build("flux"), lambda pipe: pipe.transformer.set_attention_backend("native")),
         "merging": (lambda: build("sdxl"), apply),
         "other weights": (lambda: build("sdxl"), lambda pipe: pipe.unet.to(torch.float64)),
@@ -360,12 +360,12 @@ def test_recordings_notice(name: str) -> None:
 
 
 def four_levels() -> Any:
-    """SD 1.5 at a size at which all of its levels merge."""
+    """SD 1.5, at whose size here all four levels merge."""
     return tiny.build("sd", unet=tiny.sd_unet(block_out_channels=(8, 16, 24, 24), norm_num_groups=8))
 
 
 def test_graphs_of_many_shapes_and_kinds_of_step_are_kept() -> None:
-    """Those of all steps, each for many shapes and levels, are more than the compiler keeps of a function."""
+    """All kinds of step at many shapes and levels need more graphs than the compiler keeps of a function by default."""
     shapes = [((128, 128), 1), ((128, 128), 2)]
     with torch._dynamo.config.patch(recompile_limit=8):
         pipe = tokenmerge.apply(four_levels(), [Merge(start=0.3), Hold(every=3, start=0.2, what="blocks")])
@@ -401,7 +401,7 @@ def test_compiled_code_takes_what_a_recording_owns_for_what_was_given(made_in_in
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_call_that_could_not_be_recorded_has_all_it_was_given(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A UNet empties the list of a T2I-Adapter's features, also while a recording of it fails."""
+    """A UNet empties its list of T2I-Adapter features even if recording the call fails."""
 
     class Failing:
         def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -447,7 +447,7 @@ def test_graphs_that_are_undone_let_go_of_what_was_merged() -> None:
 
 @pytest.mark.parametrize("technique", [Merge(), Hold(every=2, start=0.0)], ids=["merge", "hold"])
 def test_recordings_go_with_the_tensors_that_they_read(technique: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A technique drops those of sizes that have not come for a while; recordings must not keep them."""
+    """A technique frees the tensors of sizes not used for a while; recordings must not keep them alive."""
 
     class Graph(contextlib.nullcontext[None]):
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -465,7 +465,7 @@ def test_recordings_go_with_the_tensors_that_they_read(technique: Any, monkeypat
 
     def image(side: int) -> dict[str, Any]:
         given = family_of(unet).example(unet, 2, side, side)
-        # Higher than the last timestep of the image before.
+        # Starts above the last timestep of the previous image, so a new image begins.
         for timestep in (900.0, 800.0):
             unet(**{**given, "timestep": torch.tensor(timestep)})
         return given

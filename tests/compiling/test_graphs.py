@@ -1,4 +1,4 @@
-"""What stands in for a denoiser's forward to replay CUDA graphs, as far as no GPU is needed."""
+"""The replacement forward that replays CUDA graphs, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenmerge.compiling.graphs import GraphedForward
 
 
 def test_recordings_go_with_their_model_at_once() -> None:
-    """They hold weights and results, which must not wait for the garbage collector."""
+    """Recordings hold weights and results, which must not wait for the garbage collector."""
     denoiser = tiny.flux_transformer()
     graphed = weakref.ref(GraphedForward(denoiser, lambda _: None))
     gc.collect()

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: dtypes and offload on the device, no waiting for it, compile, and graph capture."""
+"""What only a CUDA device can show: dtypes, offload, calls that never wait for the device, compile, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _flux() -> Built:
 class _Loop:
     """A denoiser on the device, driven by a scheduler for a few steps as a pipeline would."""
 
-    time = "timestep"  # the argument
+    time = "timestep"  # the name of the denoiser's time argument
 
     def __init__(self, build: Build, dtype: torch.dtype, calls: int = 1, steps: int = 4) -> None:
         torch.manual_seed(0)
@@ -148,11 +148,11 @@ class _Loop:
 
         self.denoiser, self.arguments = denoiser.eval(), arguments
         self.scheduler = EulerDiscreteScheduler()
-        self.calls = calls  # of a step, as guidance makes them
+        self.calls = calls  # calls per step; guidance makes two
 
     @classmethod
     def of_family(cls, name: str, steps: int) -> _Loop:
-        """Of a tiny model in `zoo.py`, with arguments as its table makes them."""
+        """The loop of a tiny model in `zoo.py`, with the example arguments of its table."""
         loop = cls.__new__(cls)
         denoiser = zoo.denoisers(zoo.MODELS[name].build())[0].cuda()
         given = family_of(denoiser).example(denoiser, 2, 16, 16, 3)
@@ -169,11 +169,11 @@ class _Loop:
         self.apply(Merge(**fields))
 
     def run(self) -> torch.Tensor:
-        """What all calls give."""
+        """The outputs of all calls, stacked."""
         return torch.stack(self.steps())
 
     def steps(self) -> list[torch.Tensor]:
-        """What every call gives."""
+        """The output of every call."""
         return list(self.walk())
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class _Loop:
 
     @property
     def graphs(self) -> int:
-        """How many kinds of call were recorded, where all could be."""
+        """The number of recorded kinds of call; fails if any could not be recorded."""
         told = self.compiled
         assert "cannot" not in told, told
         return int(told.split(" CUDA graphs so far")[0].split()[-1])
@@ -244,7 +244,7 @@ def _waiting_refused(refused: bool) -> Iterator[None]:
 def test_no_call_waits_for_the_device(build: Build, techniques: list[Any]) -> None:
     loop = _Loop(build, torch.float16)
     loop.apply(*(each.replace(weights_every=1) if isinstance(each, Merge) else each for each in techniques))
-    # The first image copies the regions to the device, once.
+    # The first image copies the regions to the device.
     loop.run()
     calls = loop.walk()
     for number in range(len(loop.times)):
@@ -260,7 +260,7 @@ def test_inductor_on_the_device_agrees_with_eager_and_compiles_once(build: Build
 
     torch._dynamo.reset()
     loop = _Loop(build, torch.float32)
-    # Two tokens nearest to each other are a tie that rounding decides, so selection by position is compared.
+    # Mutual nearest neighbours tie and rounding decides between them, so compare selection by position.
     loop.merge(sites=sites, destinations_every=2, selection="uniform")
     eager = loop.run()
     counter = CompileCounterWithBackend("inductor")
@@ -293,7 +293,7 @@ def test_a_reusing_call_can_be_captured_and_replayed(build: Build) -> None:
         expected = call()
         step(1)
         torch.cuda.synchronize()
-        # Nothing is due at this step, so what is captured is merging alone.
+        # No map is due at this step, so the capture contains merging alone.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = call()
@@ -399,7 +399,7 @@ def _assert_steps_equal(loop: _Loop, expected: list[torch.Tensor], runs: int = 4
 
 
 HELD = [(_unet, "blocks"), (_unet, "stages"), (_sd3, "blocks"), (_flux, "blocks")]
-# With Hold, by what the maps do in steps that run: how many kinds of step there are beside the held one.
+# Merge options beside Hold, and the number of kinds of step apart from the held one.
 TOGETHER: dict[str, tuple[dict[str, Any] | None, int]] = {
     "held": (None, 1),
     "merged, maps reused": ({}, 2),
@@ -425,7 +425,7 @@ def test_graphs_of_held_steps(build: Build, what: str, merge: dict[str, Any] | N
     assert not torch.equal(torch.stack(launched), plain)
     memory = tokenmerge.summary(loop.denoiser).residual_bytes
     tokenmerge.compile(loop.denoiser, blocks=False)
-    # In the first run the last steps of a kind are recorded.
+    # The first run records the last step of each kind.
     _assert_steps_equal(loop, launched)
     assert loop.graphs == kinds + 1
     told = tokenmerge.summary(loop.denoiser)
@@ -440,9 +440,8 @@ def test_graphs_of_held_steps_with_compiled_blocks(build: Build, what: str, merg
     loop = _Loop(build, torch.float32, steps=5)
     _hold(loop, what, merge)
     eager = loop.steps()
-    # Some calls that compile run other code than those after them: what is compiled for a block with strides of its own
-    # is for any stride, and then also taken where code for one stride was compiled before. Kernels are chosen for each
-    # code by timing them, and may round differently.
+    # A call that compiles may run other code than later calls: once a block is compiled for any stride, that code also
+    # replaces code compiled earlier for one stride. Kernels are chosen per code by timing, and may round differently.
     tokenmerge.compile(loop.denoiser, graphs=False)
     loop.run()
     launched = loop.steps()
@@ -461,13 +460,13 @@ def test_graphs_of_guidance_in_two_calls(build: Build, what: str, merge: dict[st
     assert not any(torch.equal(one, other) for one, other in zip(launched[::2], launched[1::2], strict=True))
     tokenmerge.compile(loop.denoiser, blocks=False)
     _assert_steps_equal(loop, launched)
-    # Each call has residuals of its own, and so a recording.
+    # Each call has its own residuals, and so its own recording.
     assert loop.graphs == 2 * (kinds + 1)
 
 
-# The first model of each family, which its name begins with.
+# The first model of each family; model names begin with the family.
 FAMILIES = list({name.split("-")[0]: name for name in reversed(zoo.MODELS)}.values())
-# Their forwards copy tensors from the CPU, or ask the device how many entries of a mask are set.
+# Their forwards copy tensors from the CPU, or read from the device how many entries of a mask are set.
 UNRECORDED = {"chroma", "cogview4", "hunyuanimage", "hunyuanvideo15", "kandinsky5", "lumina2", "mochi"}
 
 
@@ -533,7 +532,7 @@ def test_autocast_is_not_recorded() -> None:
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_calls_in_inference_mode_with_arguments_from_outside_are_recorded(build: Build) -> None:
-    """Compiled blocks tell tensors of inference mode from others, and would be compiled anew in a recording."""
+    """Compiled blocks distinguish inference-mode tensors from others and would recompile during recording."""
     torch._dynamo.reset()
     loop = _Loop(build, torch.float16)
     tokenmerge.compile(loop.denoiser)
@@ -550,7 +549,7 @@ def test_kernels_and_reference_give_the_same_denoiser(build: Build, sites: str, 
     loop = _Loop(build, dtype)
     results = []
     for backend in ("reference", "triton"):
-        # By position: rounding decides between destinations that tie.
+        # Selection by position: rounding would decide between tied destinations.
         loop.merge(sites=sites, selection="uniform", backend=backend)
         results.append(loop.run().float())
     tolerance = 2e-2 if dtype == torch.float16 else 1e-1
@@ -561,7 +560,7 @@ def test_kernels_and_reference_give_the_same_denoiser(build: Build, sites: str, 
 @pytest.mark.parametrize("build", BUILDERS)
 @ways
 def test_a_deleted_model_leaves_the_device(build: Build, techniques: list[Any], graphs: bool) -> None:
-    """At once: weights that wait for the garbage collector leave no room for the next model."""
+    """Weights that wait for the garbage collector would leave no room for the next model."""
     loop = _Loop(build, torch.float16)
     loop.apply(*techniques)
     if graphs:
@@ -580,7 +579,7 @@ def test_a_deleted_model_leaves_the_device(build: Build, techniques: list[Any], 
 
 @pytest.fixture
 def _without_cudnn_attention() -> Iterator[None]:
-    """Its backward gives NaN in bfloat16 for heads of 16 channels, without any technique too."""
+    """cuDNN attention's backward gives NaN in bfloat16 for heads of 16 channels, even without any technique."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
@@ -591,7 +590,7 @@ def _without_cudnn_attention() -> Iterator[None]:
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torch.dtype) -> None:
-    """Under autocast and with checkpoints, as training is."""
+    """Under autocast and with gradient checkpointing, as in training."""
     found = []
     for backend in ("reference", "triton"):
         loop = _Loop(build, torch.float32)
@@ -608,7 +607,7 @@ def test_kernels_and_reference_give_the_same_gradients(build: Build, dtype: torc
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_graphs_replay_a_healed_lora_in_merged_steps(build: Build, tmp_path: Path) -> None:
-    """Beside those of full steps, and no more of them than without it."""
+    """Merged and full steps have separate graphs, and the LoRA adds none."""
     merge = Merge(destinations_every=10, weights_every=10)
     torch.manual_seed(0)
     denoiser, _ = build()

@@ -1,4 +1,4 @@
-"""Hold without a table: what one call shows of a denoiser, and what is held of it then."""
+"""Hold without a table: one call shows how a denoiser's blocks connect, and so which of them can be held."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Changes its tokens; may take others, and give out more than the tokens."""
+    """Changes its tokens; may read other tensors, and return more than the tokens."""
 
     def __init__(self, gives: Callable[[Tensor], Any] = lambda tokens: tokens) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ImageBlock(Block):
 
 
 class Joint(nn.Module):
-    """Changes two streams. first: which of them it gives out first."""
+    """Changes two streams. first: the one it returns first."""
 
     def __init__(self, first: str = "text") -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Writing(Block):
 
 
 class Net(nn.Module):
-    """A denoiser of some blocks; `body` says how they follow each other."""
+    """A denoiser of lists of blocks; `body` runs them."""
 
     def __init__(self, body: Callable[[Any, Tensor], Any], **lists: list[nn.Module]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def skip_inside(self: Any, tokens: Tensor) -> Tensor:
-    """As HunyuanDiT: the last blocks read what the first gave out."""
+    """Like HunyuanDiT: the last blocks read the outputs of the first."""
     first = self.blocks[0](tokens)
     second = self.blocks[1](first)
     third = self.blocks[2](second, skip=second)
@@ -175,7 +175,7 @@ def one_list_after_the_other(self: Any, tokens: Tensor) -> Tensor:
 
 
 def text_then_image(self: Any, tokens: Tensor) -> Tensor:
-    """As Kandinsky: the text goes to all blocks of the image, and has its shape here."""
+    """Like Kandinsky: all image blocks read the text, which here has the shape of the image tokens."""
     text = tokens.flip(1) / 2
     for block in self.blocks:
         text = block(text)
@@ -265,7 +265,7 @@ def test_a_call_shows_what_can_be_held(name: str) -> None:
         assert held(denoiser) == "The first call will show which blocks can be held."
         with mode():
             if "writes" in name:
-                # What left a run is gone at the end of the call, so that the first image has a full step more.
+                # The block overwrites the run's output within the call, so the first image needs one more full step.
                 image(denoiser)
             first, second = image(denoiser), image(denoiser)
         assert held(denoiser) == f"Held without a table: {told}."
@@ -290,8 +290,8 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_held_step_adds_the_residuals_of_the_last_full_one(name: str) -> None:
-    """And all else of the model runs: the same with hooks that put what runs give out in the place of their last
-    blocks' outputs."""
+    """The rest of the model runs. Hooks that replace the output of each run's last block by the held tokens give the
+    same image."""
     build, _ = SHOWN[name]
     denoiser = build()
     tokenmerge.apply(denoiser, HOLD)
@@ -360,7 +360,7 @@ class Pooling(Block):
 REFUSED: dict[str, Callable[[], Net]] = {
     "something between all": lambda: net(copies),
     "shapes change": lambda: net(chain, blocks=some(Pooling, count=2)),
-    # As stages of UNets give out what skip connections take.
+    # UNet stages return their skip connections like this.
     "tuples in tuples": lambda: net(
         lambda self, tokens: self.blocks[1](self.blocks[0](tokens)[0])[1][0],
         blocks=[Block(lambda tokens: (tokens, (tokens,))), Block(lambda tokens: (tokens, (tokens[:, ::2], None)))],
@@ -392,7 +392,7 @@ def test_lists_inside_of_blocks_and_single_layers_are_no_blocks() -> None:
     assert [block.name for block in candidates(denoiser)] == ["blocks.0", "blocks.1"]
 
 
-# What may come later
+# Changes after the first call
 
 
 def test_a_chain_that_changes_is_refused_at_the_next_full_step() -> None:
@@ -457,7 +457,7 @@ def test_sizes_batches_and_guidance_take_turns() -> None:
     for kind, found in [*zip(kinds, expected, strict=True)] * 2:
         assert same(image(denoiser, **kind), found)
     tokenmerge.apply(denoiser, HOLD)
-    # Two calls a step, of which the first has shown what can be held.
+    # Two calls a step; the first of all shows what can be held.
     pairs = [[run(denoiser, step, seed=seed) for seed in (0, 1)] for step in range(STEPS)]
     assert tokenmerge.summary(denoiser).steps == {"full": 3, "held": 3}
     for seed in (0, 1):
@@ -497,7 +497,7 @@ def test_compiled_blocks_are_learned_and_held(compiled_first: bool) -> None:
 
 
 def test_hooks_of_others_have_each_block_held_by_itself() -> None:
-    """What they do between blocks is done in held steps too."""
+    """So that hooks between blocks act in held steps too."""
     denoiser = net(chain)
     handle = denoiser.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5)
     plain = image(denoiser)
@@ -641,13 +641,13 @@ def test_rising_times_are_the_steps_of_one_image(name: str) -> None:
 
 
 def test_both_denoisers_of_a_pipeline_are_held() -> None:
-    """Ideogram 4 has another one for the call without a prompt."""
+    """Ideogram 4 has a second denoiser for the unconditional call."""
     case = DENOISERS["Ideogram4Transformer2DModel"]
     denoisers = {"transformer": case.build(), "unconditional_transformer": case.build()}
     pipe = zoo._pipeline("Ideogram4Pipeline", scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), **denoisers)
     packed = case.given(1, 8, 8)
     names = ("encoder_hidden_states", "position_ids", "segment_ids", "indicator")
-    # A prompt has no other way in than the text encoder.
+    # This pipeline takes no prompt embeddings, so we replace its text encoding.
     pipe.encode_prompt = lambda **_: tuple(packed[name] for name in names)
     text = packed["hidden_states"].shape[1] - 64
 
@@ -684,13 +684,13 @@ def test_without_the_table_pictures_are_the_same(name: str, monkeypatch: pytest.
     expected, runs = zoo.draw(pipe, model, steps=10), len(tokenmerge.summary(pipe).plan.runs)
     blocks = {block.name for block in family_of(denoiser).blocks(denoiser)}
     monkeypatch.setattr("tokenmerge.families.families", lambda: ())
-    # What a table does not list, such as refiners of text, is not looked at either.
+    # Leave out blocks that the table does not list, such as text refiners.
     monkeypatch.setattr(
         "tokenmerge.families.generic.candidates",
         lambda module: [block for block in candidates(module) if block.name in blocks],
     )
     tokenmerge.apply(pipe, hold)
-    # Of several runs only a table knows that they change the same tokens, so that the last makes up for all.
+    # Only a table knows that several runs change the same tokens, so that the last makes up for the error of all.
     assert torch.equal(zoo.draw(pipe, model, steps=10), expected) == (runs == 1)
     summary = tokenmerge.summary(pipe)
     assert summary.plan.family == "generic"
@@ -704,7 +704,7 @@ def test_merging_needs_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         tokenmerge.apply(pipe, Merge())
 
 
-# Caches of keys and values
+# Key-value caches
 
 
 def test_calls_that_fill_a_cache_are_refused() -> None:

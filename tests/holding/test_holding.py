@@ -1,4 +1,4 @@
-"""Holding: full steps are exact, held ones extrapolate, and nothing else runs; alone and together with merging."""
+"""Holding, alone and with merging: full steps are exact; held steps extrapolate and do not run what is held."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Loop:
 
 
 def build(kind: str, *techniques: Merge | Hold) -> tuple[nn.Module, Loop]:
-    """kind: of `tiny.py`, or else a model of `zoo.py`."""
+    """A denoiser of `tiny.py` or `zoo.py` with techniques, and the loop that drives it."""
     denoiser, loop = denoiser_of(tiny.build(kind) if kind in tiny.KINDS else zoo.MODELS[kind].build()), Loop()
     if techniques:
         tokenmerge.apply(denoiser, list(techniques), scheduler=loop)
@@ -73,14 +73,14 @@ def call(
 
 
 def running(kind: str, techniques: list[Any]) -> nn.Module:
-    """A denoiser whose every step runs as the steps that run do: merged, where they are."""
+    """A reference denoiser that holds nothing: every step runs, merged if the techniques merge."""
     denoiser, loop = build(kind, *(each for each in techniques if isinstance(each, Merge)))
     loop.set_timesteps()
     return denoiser
 
 
 def runs(kind: str, techniques: list[Any], *scales: float, **more: Any) -> list[Tensor]:
-    """What steps that run give, each with maps of its own."""
+    """The outputs of steps that run, each with its own maps."""
     return [call(running(kind, techniques), scale, **more) for scale in scales]
 
 
@@ -102,7 +102,7 @@ def test_a_kept_step_is_exact_and_makes_the_same_input_exact(kind: str, techniqu
 
 @pytest.mark.parametrize(("kind", "hold"), HELD)
 def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -> None:
-    """By the error that it shows: that of a line through two points grows with the distances from both."""
+    """The full step measures an error. A line through two points errs in proportion to the distances from both."""
     scales = [1.0, 1.2, 1.5, 1.9, 2.4, 3.0]
     plain, _ = build(kind)
     first, last = _ends(plain, hold)
@@ -112,7 +112,7 @@ def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -
     residuals = [after - before for before, after in zip(entered, left, strict=True)]
     denoiser, loop = build(kind, hold)
     loop.set_timesteps()
-    # Nothing may act between blocks that are held together, so we look at what comes after them.
+    # A hook between blocks would split their run, so we observe the module after them.
     single = hold.what == "blocks" and kind == "sdxl"
     head = getattr(denoiser, "conv_norm_out" if kind == "sdxl" else "norm_out")
     kinds, made_up = [], []
@@ -122,7 +122,7 @@ def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -
         kinds.append(denoiser._tokenmerge.state.step.kind)
         loop.step()
     assert kinds == ["full", "held", "full", "held", "held", "full"]
-    # Noise over the picture is sigma over the rest; residuals run straight over its root.
+    # Noise to signal is sigma / (1 - sigma); residuals are linear in its square root.
     at = [-math.sqrt((1 - n / 20) / max(n / 20, 1e-4)) for n in range(7)]
     way = [math.sqrt(1 + min(each**2, 100)) for each in at]
     line = residuals[2] + (residuals[2] - residuals[0]) * (at[5] - at[2]) / (at[2] - at[0])
@@ -130,14 +130,14 @@ def test_a_full_step_makes_up_for_what_held_ones_missed(kind: str, hold: Hold) -
     missed = (residuals[5] - line) * (grown[3] + grown[4]) / grown[5]
     assert missed.abs().max() > 1e-3
     torch.testing.assert_close(made_up[5], missed, rtol=1e-3, atol=1e-4)
-    # Where one residual was held as it was, the error grows with the distance from it.
+    # A residual held without a slope errs in proportion to the distance from its step.
     grown = [(at[n] - at[0]) * (way[n] - way[n + 1]) for n in range(3)]
     torch.testing.assert_close(made_up[2], (residuals[2] - residuals[0]) * grown[1] / grown[2], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["flux", "sd3", "flux2-klein-base", "chroma", "auraflow", "wan2.1"])
 def test_pictures_are_the_same_in_one_run_or_in_many(kind: str) -> None:
-    """The last run makes up for all, also where text joins the image tokens on the way."""
+    """The last run makes up for all, even if text joins the image tokens between runs."""
     bundled = kind in tiny.KINDS
     pipe = tiny.build(kind) if bundled else zoo.MODELS[kind].build()
 
@@ -147,7 +147,7 @@ def test_pictures_are_the_same_in_one_run_or_in_many(kind: str) -> None:
     plain = draw()
     tokenmerge.apply(pipe, Hold(every=3, start=0.0))
     few = draw()
-    # Something may act between any two blocks now.
+    # The hook on a block splits the run: anything might act between two blocks now.
     denoiser = denoiser_of(pipe)
     handle = family_of(denoiser).blocks(denoiser)[0].module.register_forward_hook(lambda *_: None)
     many = draw()
@@ -159,7 +159,7 @@ def test_pictures_are_the_same_in_one_run_or_in_many(kind: str) -> None:
 
 
 def owed(pipe: Any) -> list[float]:
-    """What full steps made up for, over their errors, in an image of 16 steps."""
+    """The multiples of their errors that full steps added to make up for held ones, in an image of 16 steps."""
     denoiser, found = denoiser_of(pipe), []
 
     def note(*_: Any) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_made_up_for_across_a_changed_map(merge: dict[str, int], made
 
 
 def test_nothing_is_made_up_for_steps_that_were_not_held() -> None:
-    """As where a ControlNet acts for a while: those calls have residuals of their own, and the others pause."""
+    """A ControlNet that acts for a while has calls with their own residuals, and those of the others pause."""
     kind, more = BETWEEN["ControlNet of Flux"]
     denoiser, loop = build(kind, BLOCKS.replace(every=2))
     loop.set_timesteps()
@@ -218,7 +218,7 @@ def _ends(denoiser: nn.Module, hold: Hold) -> tuple[Block, Block]:
 
 
 def _seen(denoiser: nn.Module, module: nn.Module, where: str, ports: Ports, scale: float) -> Tensor:
-    """The tokens that enter a module in a call, or those that leave it."""
+    """The tokens that enter or leave a module in one call."""
     found = []
     if where == "leaves":
         handle = module.register_forward_hook(lambda *call: found.append(ports.leaving(call[2])[0]))
@@ -285,7 +285,7 @@ def test_held_stages_do_not_run_and_change_features_as_at_the_full_step(size: tu
     told = tokenmerge.summary(denoiser)
     assert told.steps == {"full": 1, "held": 2}
     assert "stages" in str(told)
-    # Two fp32 values of what enters the first stage: the residual, and its change.
+    # Two fp32 values per element that enters the first stage: the residual and its change.
     assert told.residual_bytes == 2 * entered[0].numel() * 4
 
 
@@ -308,14 +308,14 @@ def by_hook_of_diffusers(denoiser: nn.Module, block: nn.Module) -> None:
 
 
 def by_loop_of_ones_own(denoiser: nn.Module, block: nn.Module) -> None:
-    """The module that runs the blocks has a forward that diffusers did not write, and may do anything."""
+    """Give the module that runs the blocks a custom forward, which may do anything between them."""
     name = next(name for name, module in denoiser.named_modules() if module is block)
     loop = denoiser.get_submodule(".".join(name.split(".")[:-2]))
     loop.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), loop)
 
 
 def shifted(output: Any) -> Any:
-    """What a block gives out, and more in some channels of its image tokens."""
+    """A block's output with a ramp over the channels added to its image tokens."""
     *text, image = output if isinstance(output, tuple) else (output,)
     image = image + torch.linspace(-0.5, 0.5, image.shape[-1])
     return (*text, image) if isinstance(output, tuple) else image
@@ -327,7 +327,7 @@ def shifted(output: Any) -> Any:
 def test_blocks_of_a_run_share_a_residual_unless_somebody_acts_between_them(
     kind: str, act: Callable[..., None], merged: bool
 ) -> None:
-    """Sites of merging are ours, and never count as somebody else's."""
+    """Merging also acts between blocks, but its sites never split a run."""
     sizes = []
     ways = [MERGE, BLOCKS.replace(every=4)] if merged else [BLOCKS.replace(every=4)]
     for acts in (False, True):
@@ -338,7 +338,7 @@ def test_blocks_of_a_run_share_a_residual_unless_somebody_acts_between_them(
             act(each, next(block.module for block, after in itertools.pairwise(blocks) if block.line == after.line))
         whole = call(reference)
         loop.set_timesteps()
-        # The residual of the same input is the same, and so is what acts on it.
+        # The input stays the same, so held and full steps must agree.
         for _ in range(5):
             torch.testing.assert_close(call(denoiser), whole, rtol=1e-4, atol=1e-5)
             loop.step()
@@ -357,7 +357,7 @@ BETWEEN = {
         "chroma",
         {"controlnet_block_samples": [RESIDUAL] * 2, "controlnet_single_block_samples": [RESIDUAL]},
     ),
-    # Those of its single blocks diffusers adds to nothing, since it leaves out as many tokens as there are of text.
+    # No residuals for single blocks: diffusers skips as many tokens there as there are of text, which leaves none.
     "ControlNet of Bria": ("bria", {"controlnet_block_samples": [RESIDUAL] * 2}),
 }
 
@@ -370,7 +370,7 @@ def test_held_blocks_leave_room_for_what_acts_between_them(kind: str, more: dict
     loop.set_timesteps()
     for _ in range(3):
         torch.testing.assert_close(call(denoiser, **more), expected, rtol=1e-4, atol=1e-5)
-        # A second call of the step, as for guidance, without it.
+        # A second call of the step, as for guidance, without the addition.
         torch.testing.assert_close(call(denoiser), without, rtol=1e-4, atol=1e-5)
         loop.step()
     assert tokenmerge.summary(denoiser).steps == {"full": 1, "held": 2}
@@ -426,7 +426,7 @@ def test_a_broken_picture_does_not_break_the_next() -> None:
 
 @pytest.mark.parametrize(("kind", "techniques"), WAYS)
 def test_a_kept_step_that_fails_does_not_count(kind: str, techniques: list[Any]) -> None:
-    """As one that ran out of memory, when its step is tried again."""
+    """A step may run out of memory and be tried again."""
     denoiser, loop = build(kind, *techniques)
     loop.set_timesteps()
     call(denoiser, 0.5)
@@ -453,7 +453,7 @@ def test_a_kept_step_that_failed_is_made_again(kind: str, hold: Hold) -> None:
         denoiser, loop = build(kind, hold)
         loop.set_timesteps()
         outputs = []
-        # Kept are steps 0, 2, 5, 9, 14 and 17.
+        # Steps 0, 2, 5, 9, 14 and 17 are kept.
         for step in range(19):
             if fails and step == 5:
                 last = denoiser.conv_out if hasattr(denoiser, "conv_out") else denoiser.proj_out
@@ -467,10 +467,10 @@ def test_a_kept_step_that_failed_is_made_again(kind: str, hold: Hold) -> None:
         results.append((outputs, tokenmerge.summary(denoiser).steps))
     (undisturbed, counted), (again, counted_again) = results
     assert counted_again == counted
-    # Nobody knows any more what the steps before it have missed.
+    # After the failure, the error of the earlier held steps is unknown, so nothing is made up for.
     assert torch.equal(again[5], call(tokenmerge.remove(denoiser), 1 / 6))
     assert not torch.equal(again[5], undisturbed[5])
-    # What was extrapolated over the failed step comes to its end at the next kept one.
+    # Two kept steps later, the failure has no effect any more.
     assert all(torch.equal(*pair) for pair in zip(again[14:], undisturbed[14:], strict=True))
 
 
@@ -520,7 +520,7 @@ def test_more_calls_than_residuals_are_kept_for_run_whole() -> None:
 
 @pytest.mark.parametrize("grows", ["with noise", "with steps"])
 def test_residuals_extrapolate_in_the_square_root_of_the_noise(grows: str) -> None:
-    """A residual that grows as is believed is met exactly; one that grows otherwise is not."""
+    """A residual linear in the square root is extrapolated exactly; one linear in steps is not."""
     denoiser, loop = build("sdxl", STAGES.replace(every=2))
     loop.sigmas = torch.linspace(1, 0, 21) ** 3
     (run,) = denoiser._tokenmerge.holding.runs
@@ -534,7 +534,7 @@ def test_residuals_extrapolate_in_the_square_root_of_the_noise(grows: str) -> No
             (image,) = run.current.streams
             image.value.fill_(levels[step])
         if step == 2:
-            # As if the full step had seen how the residual has grown.
+            # Pretend that the full step measured the grown residual.
             image.value.fill_(levels[0])
             run.current.keep((torch.full_like(image.value, levels[step]),))
         if step == 3:
@@ -554,7 +554,7 @@ def test_pictures_repeat_and_nothing_is_left_behind(kind: str, techniques: list[
         assert torch.equal(tiny.draw(pipe, steps=9), held)
     tokenmerge.remove(pipe)
     after = attributes(pipe)
-    # Every image gives the scheduler timesteps of its own.
+    # Every image sets new timesteps on the scheduler.
     assert all(same(before[name], after[name]) for name in before if name != "scheduler")
     assert torch.equal(tiny.draw(pipe, steps=9), original)
 
@@ -573,7 +573,7 @@ def test_both_together_have_one_placement_per_module_and_one_residual_per_run(ki
 
 def test_no_slope_is_taken_across_a_changed_map_or_the_edge_of_a_window() -> None:
     def slopes(merge: Merge) -> list[bool]:
-        """Of every kept step: whether the next held ones extrapolate."""
+        """For every kept step, whether the held steps after it have a slope."""
         denoiser, loop = build("sdxl", merge, BLOCKS.replace(every=2))
         loop.set_timesteps()
         found = []
@@ -592,7 +592,7 @@ def test_no_slope_is_taken_across_a_changed_map_or_the_edge_of_a_window() -> Non
     renewed = MERGE.replace(destinations_every=100, weights_every=4)
     assert slopes(renewed) == [step not in (0, 4, 10, 16) for step in kept]
     assert slopes(MERGE.replace(destinations_every=7, weights_every=100)) == [step not in (0, 7, 16) for step in kept]
-    # Merging begins at step 7 of 20, and with it the first map comes.
+    # Merging begins at step 7 of 20, with the first map.
     assert slopes(lasting.replace(start=0.35)) == [step not in (0, 7) for step in kept]
     assert slopes(lasting.replace(stop=0.5)) == [step not in (0, 10) for step in kept]
     assert not any(slopes(tokenmerge.presets()["tomesd"]))
@@ -611,7 +611,7 @@ def test_residuals_of_sizes_that_are_gone_are_given_up() -> None:
     pipe = tokenmerge.apply(tiny.build("sdxl"), BLOCKS)
     tiny.draw(pipe)
     one = tokenmerge.summary(pipe).residual_bytes
-    # Two sizes may take turns, and keep their residuals.
+    # Residuals of two sizes that take turns are both kept.
     for size in ((64, 96), (64, 64)):
         tiny.draw(pipe, size=size)
     both = tokenmerge.summary(pipe).residual_bytes
@@ -626,7 +626,7 @@ def test_the_memory_of_residuals_is_told_and_does_not_grow() -> None:
     assert tokenmerge.summary(pipe).residual_bytes == 0
     tiny.draw(pipe)
     counted = tokenmerge.summary(pipe).residual_bytes
-    # For every run of blocks two fp32 values of its tokens, for both samples of guidance in one call.
+    # Every run keeps two fp32 values per element of its tokens, for both guidance samples of the one call.
     firsts = [run.blocks[0] for run in pipe.unet._tokenmerge.plan.runs]
     assert counted == sum(2 * 2 * (32 // 2**block.level) ** 2 * block.width * 4 for block in firsts)
     tiny.draw(pipe)
@@ -673,7 +673,7 @@ def test_stages_are_held_in_every_pipeline_of_unets(kind: str) -> None:
 @pytest.mark.parametrize("name", ["down_intrablock_additional_residuals", "down_block_additional_residuals"])
 def test_held_stages_take_what_a_t2i_adapter_adds(name: str) -> None:
     plain, _ = build("sdxl")
-    # Added in place after the first stage, in the next two, and in place after the middle one.
+    # Added in place after the first stage, inside the next two, and in place after the middle one.
     shapes = [(2, 8, 8, 8), (2, 8, 8, 8), (2, 16, 4, 4), (2, 16, 4, 4)]
     given = lambda: {name: [torch.linspace(-0.5, 0.5, math.prod(shape)).view(shape) for shape in shapes]}  # noqa: E731
     expected = call(plain, **given())

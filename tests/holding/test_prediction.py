@@ -1,4 +1,4 @@
-"""Hold of the clean prediction: what a held step gives to the scheduler, under every scheduler and pipeline."""
+"""Hold of the clean prediction: what the scheduler receives in held steps, for every scheduler and pipeline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STOCHASTIC = {"stochastic_sampling": True}
         ("FlowMatchHeunDiscrete", {}, Form("flow", "flow_prediction")),
         ("FlowMatchLCM", {}, Form("flow", "flow_prediction")),
         ("HeunDiscrete", {}, Form("exploding", "epsilon")),
-        # Half of its samples lie between two of its sigmas.
+        # Half of its samples have a noise level between two of its sigmas.
         ("KDPM2AncestralDiscrete", {}, Form("exploding", "epsilon")),
         ("LCM", NO_SIGNAL, Form("preserved", "v_prediction")),
         ("LTXEulerAncestralRF", {}, Form("flow", "flow_prediction")),
@@ -54,7 +54,7 @@ STOCHASTIC = {"stochastic_sampling": True}
         ("SCM", {}, Form("preserved", "v_prediction")),
         ("TCD", {}, Form("preserved", "epsilon")),
         ("UniPCMultistep", {}, Form("preserved", "epsilon")),
-        # They tell no noise, or mix something else in.
+        # These report no noise levels, or mix in something other than noise and picture.
         ("CMStochasticIterative", {}, None),
         ("DDIMInverse", {}, None),
         ("DDPMWuerstchen", {}, None),
@@ -73,7 +73,7 @@ def test_what_cannot_be_tried_has_no_form(scheduler: Any) -> None:
 
 
 def recorded(pipe: Any, **call: Any) -> tuple[Tensor, list[Any], list[str]]:
-    """A picture, what the scheduler took for the clean one at every step, and the kinds of the steps."""
+    """A picture, the scheduler's clean prediction at every step, and the kinds of the steps."""
     scheduler, denoiser = pipe.scheduler, tiny.denoiser_of(pipe)
     seen, kinds, step = [], [], scheduler.step
 
@@ -83,7 +83,7 @@ def recorded(pipe: Any, **call: Any) -> tuple[Tensor, list[Any], list[str]]:
         seen.append(output.pred_original_sample)
         return (output.prev_sample,)
 
-    # Under what `apply` puts around it.
+    # Patch `step` first, so that `apply` wraps the patched one.
     tokenmerge.remove(pipe)
     scheduler.step = heard
     try:
@@ -106,7 +106,7 @@ def recorded(pipe: Any, **call: Any) -> tuple[Tensor, list[Any], list[str]]:
     ids=lambda each: f"{type(each).__name__}, {each.config.prediction_type}",
 )
 def test_the_scheduler_sees_the_line_through_the_last_two_full_steps(scheduler: Any) -> None:
-    """By its own word of what it takes for the clean picture."""
+    """Judged by the clean prediction that the scheduler itself returns."""
     pipe = tiny.build("sdxl", scheduler=scheduler)
     _, seen, kinds = recorded(pipe, steps=9)
     clock = vars(tiny.denoiser_of(tokenmerge.apply(pipe, PREDICTION)))[APPLIED].state.follower.clock
@@ -126,7 +126,7 @@ def test_the_scheduler_sees_the_line_through_the_last_two_full_steps(scheduler: 
         if len(full) > 1:
             trust = 1.0
             if len(full) > 2:
-                # The slope before came true at the last full step, or was off altogether.
+                # The slope counts only if the one before it pointed the right way at the last full step.
                 trust = float((line(*full[-3:]) * (seen[full[-1]] - seen[full[-2]])).sum() > 0)
             expected = expected + trust * line(full[-2], full[-1], number)
         assert torch.allclose(seen[number], expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
@@ -147,7 +147,7 @@ def test_pipelines_hold_under_noise(name: str) -> None:
     kind, scheduler = NOISY[name]
     pipe = tiny.build(kind, scheduler=scheduler())
     plain = tiny.draw(pipe, steps=8, batch=2)
-    # Extrapolations of random weights are far off; where nothing may be, nothing is held.
+    # With random weights extrapolations are far off, so a tiny tolerance holds nothing.
     for technique, least in ((Hold(tolerance=1e-9, what="prediction"), 0), (PREDICTION, 2)):
         held = tiny.draw(tokenmerge.apply(pipe, technique), steps=8, batch=2)
         steps = tokenmerge.summary(pipe).steps
@@ -186,7 +186,7 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
 
 
 def test_what_else_an_output_has_is_held_too() -> None:
-    """A variance that the model predicts."""
+    """Here a variance that the model predicts."""
     unet = tiny.sd_unet(out_channels=8)
     scheduler = diffusers.DDPMScheduler(variance_type="learned_range")
     tokenmerge.apply(unet, PREDICTION, scheduler=scheduler)
@@ -217,7 +217,7 @@ def test_with_merge_no_slope_is_taken_across_a_changed_map() -> None:
 
 
 def test_graphs_stand_around_what_is_left_out() -> None:
-    """In either order, and taken off in either order."""
+    """Graphs and Hold may be applied in either order, and removed in either order."""
     pipe = tiny.build("flux", scheduler=NOISY["flux"][1]())
     plain, held = tiny.draw(pipe, steps=6), tiny.draw(tokenmerge.apply(pipe, PREDICTION), steps=6)
     tokenmerge.remove(pipe)
@@ -262,7 +262,7 @@ def test_an_exchanged_scheduler_is_followed_or_refused() -> None:
         pipe.scheduler = scheduler
         assert tiny.draw(pipe, steps=9).isfinite().all()
         assert tokenmerge.summary(pipe).steps["held"] >= 3
-    # What a call asks for is seen, too.
+    # Noise that a call asks for (eta) is noticed, too.
     assert tiny.draw(pipe, steps=9, eta=0.5).isfinite().all()
     pipe.scheduler = diffusers.RePaintScheduler()
     with pytest.raises(TokenMergeError, match="RePaintScheduler does not say how samples"):
@@ -281,7 +281,7 @@ def test_schedulers_that_tell_nothing_are_refused_at_once(scheduler: Any, messag
 
 
 def test_a_denoiser_with_two_kinds_of_output_is_refused() -> None:
-    """LTX-2 also gives out sound, which another scheduler steps."""
+    """LTX-2 also returns sound, which another scheduler steps."""
     known = denoisers.DENOISERS["LTX2VideoTransformer3DModel"]
     denoiser, scheduler = known.build(), diffusers.FlowMatchEulerDiscreteScheduler()
     tokenmerge.apply(denoiser, PREDICTION, scheduler=scheduler)

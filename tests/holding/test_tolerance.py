@@ -1,4 +1,4 @@
-"""Hold by a tolerance: full steps show how far off it was, and that decides how long is held."""
+"""Hold by a tolerance: full steps measure the error of the extrapolation, which decides how long Hold may hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_smaller_tolerance_holds_less_and_drifts_less(kind: str) -> None:
 
 
 def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
-    """By hand, from what the stages change in three steps."""
+    """By hand, from the residuals of the stages at three full steps."""
     pipe = tokenmerge.apply(tiny.build("sdxl"), Hold(every=2, start=0.0, what="stages"))
     holding, residuals = vars(pipe.unet)[APPLIED].holding, {}
 
@@ -96,11 +96,11 @@ def test_an_error_is_what_the_extrapolation_was_off_by() -> None:
 
 
 def test_drift_is_what_held_steps_were_off_by() -> None:
-    """By hand: errors grow with the distances from the two full steps before, and as noise falls. What may be held next
-    goes by the worst call, and what is told of the picture by their mean, since guidance adds them up."""
+    """By hand: errors grow with the distances from the two full steps before, and as noise falls. The worst call
+    decides what may be held next; the reported drift uses the mean, since guidance adds calls up."""
     levels = [16.0, 9.0, 4.0, 1.0, 0.25]
     place, errors = partial(place_at, total=5, levels=levels), Errors()
-    # Roots of the levels are 4, 3, 2, 1 and 0.5: a line through steps 0 and 1, an error at step 4.
+    # Square roots of the levels are 4, 3, 2, 1 and 0.5. The line goes through steps 0 and 1; step 4 measures the error.
     calls = [Reading(torch.tensor(error)) for error in (1.0, 3.0)]
     held = (place(2), place(3))
     errors.measured.append(Measured(place(4), Kept(place(1), place(0), held=held), calls))
@@ -114,13 +114,13 @@ def test_drift_is_what_held_steps_were_off_by() -> None:
 
 
 def test_drift_of_steps_that_no_bend_was_found_for() -> None:
-    """It goes by the error before, or else by the next; of one residual, held without a slope, by the distance."""
+    """It uses the bend before, or else the next one. For a residual held without a slope it grows with the distance."""
     levels = [16.0, 9.0, 4.0, 1.0, 0.25]
     place, calls = partial(place_at, total=5, levels=levels), [Reading(torch.tensor(3.0))]
     errors = Errors()
     errors.measured.append(Measured(place(2), Kept(place(0), held=(place(1),)), calls))
     assert errors.drift == pytest.approx(3.0 * (1 / 2) * place(1).weight)
-    # Two full steps that are far apart tell nothing of bends.
+    # Two full steps that are far apart reveal no bend.
     levels = [100.0, 4.0, 3.0, 2.5, 2.0, 1.5]
     place = partial(place_at, total=6, levels=levels)
     silent = Measured(place(3), Kept(place(1), place(0), held=(place(2),)), [Reading(torch.tensor(0.5))])
@@ -150,7 +150,7 @@ GUIDED = {
 )
 @pytest.mark.parametrize(("kind", "call"), [("sdxl", {}), ("flux", GUIDED)], ids=["one call", "two calls"])
 def test_every_held_step_has_an_error(kind: str, call: dict[str, Any], hold: Hold) -> None:
-    """Also the last ones before the window ends, and those that were held without a slope."""
+    """Even the last held steps of the window, and those held without a slope."""
     pipe = tokenmerge.apply(tiny.build(kind), hold)
     _, kinds = steps_of(pipe, steps=24, **call)
     kinds = kinds[:: len(kinds) // 24]
@@ -204,13 +204,13 @@ def test_a_batch_goes_by_its_worst_picture() -> None:
     ],
 )
 def test_nonsense_runs_the_second_step_after_in_full_and_is_told(nonsense: float, technique: Hold) -> None:
-    """The error is read when that one begins."""
+    """Because the error is read only when that step begins."""
     pipe = tokenmerge.apply(tiny.build("sdxl"), technique)
     residual = type(vars(pipe.unet)[APPLIED].holding.runs[0]), 3
 
     def spoil(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
         if step == residual[1]:
-            # As where fp16 overflows: the next kept step is compared with this.
+            # Simulate an fp16 overflow: the next kept step is compared with this.
             vars(pipe.unet)[APPLIED].holding.runs[0].current.streams[0].value.fill_(nonsense)
         return {}
 
@@ -229,8 +229,8 @@ def test_nonsense_runs_the_second_step_after_in_full_and_is_told(nonsense: float
 def test_nonsense_is_told_where_an_error_says_nothing_of_bends(
     hold: Hold, before: int, last: int, nonsense: float
 ) -> None:
-    """Two full steps far apart give no line, and a step at the place of the last has no distance: errors that are
-    finite would not count there."""
+    """Two full steps far apart give no line, and a step at the place of the last one has no distance. Finite errors do
+    not count in these cases, but nonsense must."""
     place = partial(place_at, total=50, levels=even_levels(50))
     errors = Errors()
     errors.measured.append(Measured(place(8), Kept(place(6), place(4)), [Reading(torch.tensor(0.01))]))
@@ -259,7 +259,7 @@ def test_a_tolerance_goes_with_parts_of_a_schedule_and_other_schedulers(what: st
 
 @pytest.mark.parametrize("what", ["blocks", "prediction"])
 def test_a_tolerance_goes_with_video(what: str) -> None:
-    """In two calls a step."""
+    """With two calls a step."""
     model = zoo.MODELS["wan2.1"]
     pipe = tokenmerge.apply(model.build(), Hold(tolerance=0.5, start=0.0, what=what))
     zoo.draw(pipe, model, steps=12)
@@ -280,7 +280,7 @@ def test_a_bare_denoiser_counts_steps() -> None:
     assert "held" in kinds
 
 
-# On a trained model.
+# On trained models.
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ def mse(one: np.ndarray, other: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def weights(trained: Any, trained_flux: Any) -> dict[str, Any]:
-    """Denoisers of the bundled models."""
+    """The denoisers of the bundled models, by name."""
     return {"tiny-flux": trained_flux.transformer, "tiny-sdxl": trained.unet}
 
 
@@ -340,19 +340,19 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pictures_hold_under_every_schedule(pipe: Any, name: str) -> None:
-    """Counted steps would give an MSE of 2044 and 5114 under Karras sigmas with zero terminal SNR."""
+    """Counting steps instead of noise would give an MSE of 2044 and 5114 under Karras sigmas with zero terminal SNR."""
     scheduler, changes = SCHEDULES[name]
     pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **changes)
     plain = draw(pipe)
     held = draw(tokenmerge.apply(pipe, Hold()))
     assert mse(plain, held) < 15
     assert tokenmerge.summary(pipe).steps["held"] >= 5
-    # With `every` it did give 1323 and 447 there, with three steps held.
+    # With `every`, it gave 1323 and 447 there, although only three steps were held.
     assert mse(plain, draw(tokenmerge.apply(pipe, Hold(every=3)))) < 25
 
 
 def test_a_summary_tells_how_far_a_picture_drifted(pipe: Any) -> None:
-    """In order, and roughly right, without a plain picture."""
+    """Estimates need no plain picture, rank the techniques correctly, and lie within 10 dB of the true PSNR."""
     plain, found = draw(pipe, 28), []
     for technique in (Hold(tolerance=0.05), Hold(), Hold(tolerance=0.8)):
         error = mse(plain, draw(tokenmerge.apply(pipe, technique), 28))
@@ -423,7 +423,7 @@ def test_the_estimate_is_calibrated_for_what_was_compared(
 
 @pytest.mark.parametrize("name", ["tiny-flux", "tiny-sdxl"])
 def test_other_weights_are_not_those_that_were_compared(name: str, weights: dict[str, Any]) -> None:
-    """The bundled ones are, also in another type. Those of one config need not be."""
+    """The bundled weights count as compared in any dtype; other weights of the same config do not."""
     scheduler, what = (FLOW(), "blocks") if name == "tiny-flux" else (KARRAS(), "stages")
     denoiser = weights[name]
     assert was_compared(copy.deepcopy(denoiser).bfloat16(), scheduler, what)
@@ -443,7 +443,7 @@ def test_it_goes_by_the_scheduler_of_the_last_image(pipe: Any) -> None:
 
 
 def test_no_drift_is_told_where_merge_acts_too() -> None:
-    """Errors of Hold tell nothing of what merging changes."""
+    """The errors that Hold measures do not include what merging changes."""
     pipe = tokenmerge.apply(tiny.build("flux"), [Merge(regions="tile:2x2"), Hold(every=2, start=0.0)])
     tiny.draw(pipe, steps=10)
     assert errors_of(pipe)
@@ -452,7 +452,7 @@ def test_no_drift_is_told_where_merge_acts_too() -> None:
 
 @pytest.mark.parametrize("steps", [8, 12, 16, 20, 24, 28, 60])
 def test_more_full_steps_do_not_drift_more(pipe: Any, steps: int) -> None:
-    """Of pictures that hardly drift it does not count which drifts less."""
+    """Among pictures that hardly drift (MSE below 1), the order does not matter."""
     check_that_more_full_steps_do_not_drift_more(pipe, steps, (2, 3, 5, 8))
 
 
@@ -474,7 +474,7 @@ def check_that_more_full_steps_do_not_drift_more(pipe: Any, steps: int, every: t
 
 
 def test_more_steps_drift_hardly_more_by_the_same_tolerance(flux: Any) -> None:
-    """Holding begins earlier in a picture of many steps, and errors of its first steps grow."""
+    """Some more drift is expected: with many steps holding begins at higher noise, and early errors grow."""
     drifts = {16: 1.0, 50: 1.0}
     for steps, seed in itertools.product(drifts, range(3)):
         plain, held = (

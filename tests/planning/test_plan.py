@@ -1,4 +1,4 @@
-"""Plans and summaries: a plan tells what the run then does, at every size, and what that saves; a summary what ran."""
+"""Plans and summaries: a plan predicts what a picture will do and save at every size; a summary reports what ran."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_plan_tells_what_the_run_then_does(kind: str, way: str) -> None:
     tokenmerge.apply(pipe, WAYS[way])
     tiny.draw(pipe, size=(72, 104), steps=8)
     told = tokenmerge.summary(pipe)
-    # The pipeline of Flux gives its scheduler sigmas of its own, which a plan does not know.
+    # Flux pipelines pass their own sigmas to the scheduler, which a plan does not know.
     assert told.steps == plan.steps or (kind == "flux" and plan.techniques.hold is not None)
     assert (told.plan.techniques, told.plan.sites, told.plan.runs) == (plan.techniques, plan.sites, plan.runs)
     ran = {group["group"]: group for group in told.groups}
@@ -52,7 +52,7 @@ def test_the_plan_tells_what_the_run_then_does(kind: str, way: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sdxl", "flux"])
 def test_what_is_saved_is_what_does_not_run(kind: str) -> None:
-    """Held steps save all of a step, merged ones their share; both together, each in its steps."""
+    """Held steps save a whole step, merged ones their share; together, each saves in its own steps."""
     pipe = tiny.build(kind)
 
     def plan(*techniques: Any) -> Any:
@@ -64,7 +64,7 @@ def test_what_is_saved_is_what_does_not_run(kind: str) -> None:
     share = both.steps["merged"] / 20
     assert both.steps == {"merged": held.steps["full"], "held": held.steps["held"]}
     assert both.saved == pytest.approx(held.saved + share * merged.saved)
-    # Of fewer merged steps more make maps.
+    # With fewer merged steps, a larger share of them makes maps.
     assert share * merged.spent < both.spent < merged.spent
     windowed = plan(Merge(start=0.25, stop=0.75))
     assert windowed.steps == {"full": 10, "merged": 10}
@@ -75,11 +75,11 @@ def test_what_is_saved_is_what_does_not_run(kind: str) -> None:
 
 @pytest.mark.parametrize("hold", [[], [Hold(every=3)]], ids=["merge", "both"])
 def test_a_plan_counts_the_maps_that_the_run_then_makes(hold: list[Hold]) -> None:
-    """Held steps lie between the steps that make maps: fewer are made than without, but in more of the merged steps."""
+    """With Hold, fewer maps are made, but by a larger share of the merged steps."""
     pipe, steps = tiny.build("sdxl"), 20
 
     def spent(*every: int) -> float:
-        """In all merged steps."""
+        """The cost of all merged steps."""
         merge = Merge(destinations_every=every[0], weights_every=every[1])
         return tokenmerge.plan(pipe, [merge, *hold], height=64, width=64, steps=steps).spent * steps
 
@@ -90,7 +90,7 @@ def test_a_plan_counts_the_maps_that_the_run_then_makes(hold: list[Hold]) -> Non
     ((selected, weighed),) = {(group["selected"], group["weighed"]) for group in told.groups}
     merged = told.steps["merged"]
     assert selected * 6 > merged or not hold
-    # What one selection costs, and one weighing: by plans that make every map, or one.
+    # The costs of one selection and one weighing, from plans that make them in every merged step or only once.
     weighing = (spent(steps, 1) - spent(steps, steps)) / (merged - 1)
     selection = (spent(1, 1) - spent(steps, 1)) / (merged - 1)
     rest = spent(1, 1) - merged * (selection + weighing)
@@ -141,7 +141,7 @@ def test_plans_and_summaries_are_plain_data(way: str) -> None:
     assert len(data["plan"]["sites"]) == len(told.plan.sites)
     assert sum(map(len, data["plan"]["runs"])) == (5 if "hold" in way or way == "both" else 0)
     assert (data["residual_bytes"] > 0) == (told.plan.techniques.hold is not None)
-    # Costs need a size.
+    # No size is given, so there are no costs.
     assert data["plan"]["groups"] == []
 
 
@@ -205,11 +205,11 @@ FEW_STEPS = [("flux2-klein", 4), ("zimage-turbo", 8), ("qwen", 4), ("qwen", 8), 
 
 @pytest.mark.parametrize(("name", "steps"), FEW_STEPS)
 def test_models_of_few_steps_do_not_pretend(name: str, steps: int) -> None:
-    """Where less than 15 % of the steps are held a summary says it, with what saves more, and nowhere else."""
+    """If and only if less than 15% of the steps are held, the summary says so and suggests what saves more."""
     model = zoo.MODELS[name]
     pipe = model.build()
     seen = set()
-    # At last so late that nothing can be held.
+    # The last one starts too late to hold anything.
     for technique in (None, Hold(every=2, start=0.0), Hold(start=0.7), Hold(start=0.9)):
         tokenmerge.apply(pipe, technique)
         zoo.draw(pipe, model, steps=steps)
@@ -235,7 +235,7 @@ def test_nobody_is_told_to_merge_what_cannot_be_merged() -> None:
 
 
 def test_a_plan_takes_what_apply_does_on_grids_too_small_to_merge() -> None:
-    """The lowest level of 32 pixels has one token, in which ToMeSD has nothing to match, and is left alone."""
+    """At 32 pixels the lowest level has one token. ToMeSD has nothing to match there and leaves it alone."""
     pipe = tiny.build("sd")
     tokenmerge.apply(pipe, "tomesd", levels=(1,))
     assert tiny.draw(pipe, size=(32, 32)).isfinite().all()
