@@ -360,7 +360,7 @@ def test_recordings_notice(name: str) -> None:
 
 
 def four_levels() -> Any:
-    """SD 1.5, at whose size here all four levels merge."""
+    """A tiny SD 1.5 with four levels, all of which merge at the sizes drawn here."""
     return tiny.build("sd", unet=tiny.sd_unet(block_out_channels=(8, 16, 24, 24), norm_num_groups=8))
 
 
