@@ -1,4 +1,4 @@
-"""Interrupts a command as a person does, with Ctrl-C."""
+"""Interrupt a command as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def interrupt(command: list[str], ready: Callable[[], bool]) -> str:
-    """Start `command`, interrupt it as soon as it is `ready`, and return what it printed, which must be no traceback
-    and end with one line that says what happened."""
+    """Start `command`, interrupt it once it is `ready`, and return its output. The output must have no traceback and
+    must end with a line that reports the interrupt."""
     with _started(command) as process:
         while not ready() and process.poll() is None:
             time.sleep(0.05)
@@ -20,7 +20,7 @@ def interrupt(command: list[str], ready: Callable[[], bool]) -> str:
 
 
 def interrupt_when(command: list[str], words: str) -> str:
-    """The same as soon as it has printed some words."""
+    """Like `interrupt`, once the command has printed `words`."""
     with _started(command) as process:
         printed = ""
         while words not in printed and (character := process.stderr.read(1)):
@@ -33,7 +33,7 @@ def _started(command: list[str]) -> Any:
         command,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background jobs, and what they start, are deaf to interrupts.
+        # Background jobs of a shell, and their children, ignore interrupts by default.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -1,4 +1,4 @@
-"""Small networks that judge pictures, made on the spot in the files and folders of the real ones."""
+"""Small random networks for the metrics, written in the file formats of the real ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALEXNET_KERNELS = (11, 5, 3, 3, 3)
 
 
 def write_networks(folder: Path) -> Path:
-    """CLIP, DINO, Inception and LPIPS; SSCD, whose ONNX cannot be made here, is missing."""
+    """Write CLIP, DINO, Inception and LPIPS, but not SSCD: no ONNX file can be written here."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         _write_clip(folder / "clip")

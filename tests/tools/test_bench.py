@@ -1,4 +1,4 @@
-"""The bench command: what it counts, what it prints, and how it refuses."""
+"""The bench command: its counts, its output and its refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_candidates_are_techniques_and_bounds_of_what_merges_linearly() -> None:
     ]
     assert found[3].techniques == Techniques(Merge(method="lower-bound", skip_first=1))
     assert found[7].techniques == Techniques(hold=Hold())
-    # A row tells what it removes, also where that is the preset's own.
+    # A label names the ratio even if it is the preset's own.
     assert [item.label for item in candidates("todo", "unet")][1:] == [
         "todo:ratio=0.75",
         "lower-bound of unet:ratio=0.5",
@@ -96,7 +96,7 @@ def test_a_cache_has_no_steps_that_could_be_timed_one_by_one() -> None:
 
 
 def driven_unet(techniques: Techniques, steps: int) -> tuple[Loop, Callable[[], str]]:
-    """What drives a denoiser, and a call of it, which returns what it did, in the words of the timeline."""
+    """A loop that drives a UNet, and a function that calls the UNet and returns the phase of that call."""
     unet = denoiser_of(tiny.build("sdxl"))
     loop = Loop(steps)
     arguments = family_of(unet).example(unet, 1, 16, 16)
@@ -139,7 +139,7 @@ DRIVEN = {
 
 @pytest.mark.parametrize("name", DRIVEN)
 def test_laps_of_a_phase_do_what_it_says(name: str) -> None:
-    """Though other steps are skipped."""
+    """The phase is right even though other steps are skipped."""
     phases = bench.Candidate(name, DRIVEN[name]).phases(24)
     loop, call = driven_unet(DRIVEN[name], 24)
     visited = visits(phases)
@@ -178,7 +178,7 @@ def test_a_held_lap_extrapolates_from_two_residuals(name: str) -> None:
 def test_launches_are_counted_at_a_step_that_saves(name: str, steps: int, step: int) -> None:
     phases = bench.Candidate(name, DRIVEN[name]).phases(steps)
     assert typical_step(phases) == step
-    # What a denoiser does there, when an image has come so far.
+    # The denoiser really does this at that step of an image.
     loop, call = driven_unet(DRIVEN[name], steps)
     begin_image(loop, call, step)
     assert call() == phases[step].removeprefix("first ")
@@ -199,7 +199,7 @@ def test_examples_are_calls_a_denoiser_takes(kind: str) -> None:
     assert output.isfinite().all()
 
 
-# Billions of parameters, as published, and the tokens of one denoiser call at a model's own size.
+# Published billions of parameters, and tokens of one denoiser call at the model's own size.
 REAL_SIZES = {
     "sdxl-random": (2.57, 128 * 128),
     "flux-random": (11.9, 64 * 64),
@@ -238,7 +238,7 @@ TINY = {
 
 @pytest.fixture
 def tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models with as few channels and blocks as there can be."""
+    """Random models with as few channels and blocks as possible."""
     for name, few in TINY.items():
         small = {**RANDOM_MODELS[name].config, "num_layers": 2, **few}
         monkeypatch.setitem(RANDOM_MODELS, name, RandomModel(small, size=(64, 64)))
@@ -249,7 +249,7 @@ ONCE = ("--steps", "6", "--warmups", "0", "--repeats", "1", "--device", "cpu")
 
 @pytest.mark.usefixtures("tiny_models")
 def test_a_video_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From end to end, in bfloat16, with what is compared by default: in a video, tiles span frames."""
+    """From end to end, in bfloat16, with the default techniques. Tiles of a video span frames."""
     out = tmp_path / "video.jsonl"
     asked = ["bench", "--model", "wan-random", "--sizes", "96x64", "--frames", "13", "--loops", "1"]
     assert main([*asked, *ONCE, "--out", str(out)]) == 0
@@ -266,7 +266,7 @@ def test_a_video_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {(record["frames"], record["width"]) for record in records} == {(13, 96)}
     assert all("peak_bytes" in record for record in records)
     assert records[2]["techniques"][0]["regions"] == "tile:2x4x4"
-    # Another number of frames is another comparison.
+    # Rows with another number of frames form another comparison.
     assert main([*asked[:6], "5", "--techniques", "hold", *ONCE, "--out", str(out)]) == 0
     capsys.readouterr()
     assert main(["bench", "--table", str(out)]) == 0
@@ -327,7 +327,7 @@ def _check(record: dict[str, Any]) -> None:
 
 
 def test_a_plain_bench_ends_soon_on_a_core(capsys: pytest.CaptureFixture[str]) -> None:
-    """With all defaults, as a newcomer types it."""
+    """With all defaults, as a new user types it."""
     began = time.process_time()
     assert main(["bench", "--model", "tiny-sdxl", "--threads", "1", "--json"]) == 0
     assert time.process_time() - began < 100
@@ -338,7 +338,7 @@ def test_a_plain_bench_ends_soon_on_a_core(capsys: pytest.CaptureFixture[str]) -
 
 
 def row(label: str, techniques: Techniques, **laps: list[float]) -> dict[str, Any]:
-    """A record of so many milliseconds."""
+    """A record with these laps in milliseconds."""
     return {
         "label": label,
         **dict.fromkeys(("width", "height", "frames", "batch", "steps"), 1),
@@ -380,14 +380,14 @@ def test_hold_is_compared_with_its_full_steps() -> None:
 @pytest.mark.parametrize("change", ["start=0.5", "stop=0.5", "skip_first=2", "regions=tile:8x8", "ratio=0.75"])
 def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
     made = candidates("dit", f"dit:{change}", "tomesd", "hold", "dit + hold")
-    # Twice and three times as fast as the plain one, and merging takes 10 and 20 % longer than that.
+    # The bounds are two and three times as fast as the plain model; merging takes 10 % and 20 % longer than its bound.
     times = (600.0, 300.0, 330.0, 200.0, 240.0, 250.0, 190.0, 100.0)
     records = [row(each.label, each.techniques, reuse=[ms]) for each, ms in zip(made, times, strict=True)]
     table = [line.split(" | ") for line in bench.report(records).splitlines() if line.startswith("|")]
     place = table[0].index("over its bound")
-    # Of Hold alone the bound is its full steps: all ten of them, in this file.
+    # The bound of Hold alone is its full steps, which are all ten here.
     assert [line[place] for line in table[2:]] == ["", "", "+10.0 %", "", "+20.0 %", "", "-68.3 %", ""]
-    # Also from a file, where the order of the fields may be another.
+    # Records from a file match too, although their fields may come in another order.
     turned = [
         {**each, "techniques": [dict(reversed(item.items())) for item in each["techniques"]]} for each in records[::-1]
     ]
@@ -405,11 +405,11 @@ def test_every_row_is_compared_with_its_own_bound(change: str) -> None:
         (["--settle", "inf"], "--settle: inf is out of range"),
         (["--batches", "1,0"], "--batches: 0 is out of range"),
         (["--sizes", "70x70"], "70x70 pixels cannot be drawn; both sides must be multiples of 8, from 16"),
-        # A whole number of latents, but not of tokens.
+        # 68 pixels are a whole number of latents, but not of tokens.
         (["--sizes", "64x64,64x68"], "64x68 pixels cannot be drawn"),
         (["--sizes", "0x0"], "'0x0' is not a size; write width x height in pixels"),
         (["--model", "tiny-sdxl", "--sizes", "70x72"], "multiples of 8, from 16: try 72x72"),
-        # What only a candidate, or only a size, is refused for.
+        # Refusals for one candidate or one size.
         (["--techniques", "dit", "todo"], "todo:ratio=0.75 is refused at 64x64: method 'todo'"),
         (
             ["--model", "tiny-sdxl", "--sizes", "64x64,16x16", "--techniques", "unet:levels=4"],
@@ -466,7 +466,7 @@ def test_a_bench_that_was_killed_goes_on(
     whole = json.loads(capsys.readouterr().out)
     lines = out.read_text().splitlines(keepends=True)
     assert len(lines) == 8
-    # The fifth row was being written.
+    # The kill came while the fifth row was being written.
     out.write_text("".join(lines[:4]) + lines[4][:50])
     assert main([*arguments, "--resume"]) == 0
     gone_on = json.loads(capsys.readouterr().out)
@@ -474,7 +474,7 @@ def test_a_bench_that_was_killed_goes_on(
     assert [row["label"] for row in gone_on] == [row["label"] for row in whole]
     assert bench.read(out) == gone_on
     assert all(row["command"] == whole[0]["command"] for row in gone_on)
-    # Nothing is left to measure, so nothing is loaded.
+    # With nothing left to measure, no model is loaded.
     monkeypatch.setattr(comparison, "load_denoiser", None)
     assert main([*arguments, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == gone_on
@@ -502,7 +502,7 @@ def test_nothing_is_gone_on_with_without_a_file(capsys: pytest.CaptureFixture[st
 
 
 def test_rows_of_a_resumed_run_are_compared_with_the_plain_one_of_its_conditions() -> None:
-    """Under another commit, but not under another torch."""
+    """The commit may differ, but not the version of torch."""
     plain, merged = row("none", Techniques(), full=[2.0]), row("merged", Techniques(Merge(ratio=0.5)), reuse=[1.0])
     old, new = {"device": "none", "torch": "none", "commit": "a"}, {"device": "none", "torch": "none", "commit": "b"}
     gone_on = [{**plain, "environment": old}, {**merged, "environment": new}]

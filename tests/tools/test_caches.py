@@ -1,4 +1,4 @@
-"""Step caches of diffusers: as typed, calibrated, forgotten between pictures, and refused."""
+"""Step caches of diffusers: typing, calibration, reset between pictures, and refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def picture(flux: tuple[Any, Any], seed: int = 0, guidance: float | None = None)
 def test_caches_as_typed(text: str, name: str, values: dict[str, Any]) -> None:
     cache = read_rival(text)
     assert (cache.name, dict(cache.values)) == (name, values)
-    # Defaults are values like others.
+    # Typed defaults make the same cache.
     assert read_rival(f"{name}:{','.join(f'{key}={typed(value)}' for key, value in values.items() if value)}") == cache
 
 
@@ -147,7 +147,7 @@ def test_a_picture_does_not_depend_on_those_before_it(
 def test_calibration_is_the_growth_of_the_conditional_residual(
     flux: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Residuals taken by hooks of the first and last block, and their ratios by the definition."""
+    """The expected ratios follow the definition, on residuals that hooks take at the first and last block."""
     pipe, _ = flux
     transformer = pipe.transformer
     given: list[Tensor] = []
@@ -163,7 +163,7 @@ def test_calibration_is_the_growth_of_the_conditional_residual(
     picture(flux)
     for hook in hooks:
         hook.remove()
-    # With guidance every other call is unconditional.
+    # With guidance, every other call is unconditional.
     norms = [residual.norm(dim=-1) for residual in residuals[::2]]
     expected = [1.0, *((now / before).mean().item() for before, now in pairwise(norms))]
     assert len(residuals) == 2 * STEPS
@@ -174,7 +174,7 @@ def test_calibration_is_the_growth_of_the_conditional_residual(
 
 @pytest.mark.parametrize("steps", [STEPS - 2, STEPS + 1])
 def test_calibration_needs_one_call_a_step(flux: tuple[Any, Any], steps: int) -> None:
-    """More calls than steps are those of a scheduler of higher order, fewer those of a call that starts in between."""
+    """A scheduler of higher order makes more calls than steps; a run that starts midway makes fewer."""
     pipe, _ = flux
     with pytest.raises(TokenMergeError, match=rf"one call per step, but FluxPipeline made 12 in {steps} steps"):
         calibrate(pipe, partial(picture, flux), steps)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it refuses."""
+"""The command line: its output and its refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_plan_takes_every_method(method: str, models: Path, capsys: pytest.Captu
     assert plan["techniques"][0]["method"] == method
     assert [(group["tokens"], group["merged"]) for group in plan["groups"]] == [(4096, 2048), (1024, 512)]
     assert plan["saved"] > 0
-    # ToDo shortens keys and values only, which no rotary table may turn.
+    # ToDo shortens only keys and values, which rotary embeddings do not allow.
     assert run("plan", "--model", str(models / "flux"), "--techniques", technique) == (2 if method == "todo" else 0)
 
 
@@ -86,7 +86,7 @@ def test_plan_of_sdxl_from_its_config(models: Path, capsys: pytest.CaptureFixtur
         ("64x64", 4096, 2048),
         ("32x32", 1024, 512),
     ]
-    # By hand: blocks of width 640 on 4096 tokens, ten of them, and of 1280 on 1024, sixty.
+    # By hand: ten blocks of width 640 on 4096 tokens, and sixty of width 1280 on 1024.
     work = {tokens: 7 * width**2 * tokens + 2 * width * tokens**2 for tokens, width in ((4096, 640), (1024, 1280))}
     half = {4096: 7 * 640**2 * 2048 + 2 * 640 * 2048**2, 1024: 7 * 1280**2 * 512 + 2 * 1280 * 512**2}
     total = 10 * work[4096] + 60 * work[1024]
@@ -247,7 +247,7 @@ def test_one_of_a_thing_is_told_in_the_singular(models: Path, capsys: pytest.Cap
     assert "1 tile of 4x4" in printed
 
 
-# What is wrong by itself, whatever the model: told before a model is looked for.
+# Options that are wrong for every model: refused before a model is looked up.
 WRONG = {
     "--steps 0": "--steps: 0 is out of range; it must be 1 or more",
     "--steps x": "--steps: 'x' is not a whole number, as in 3",
@@ -316,9 +316,9 @@ def test_bad_options_are_told_before_a_model_is_loaded(
         (["eval", "--stpes", "3"], "eval has no option --stpes (did you mean '--steps'?); tokenmerge eval --help"),
         (["tune", "--speedup=2"], "tune has no option --speedup (did you mean '--speed-up'?)"),
         (["generate", "a rose", "--show_destinations"], "(did you mean '--show-destinations'?)"),
-        # Where what is needed was misspelt.
+        # The required option itself is misspelt.
         (["plan", "--modle", "tiny-flux"], "plan has no option --modle (did you mean '--model'?)"),
-        # Written in part.
+        # An option may not be abbreviated.
         (["bench", "--dev", "cpu"], "bench has no option --dev (did you mean '--device'?)"),
         (["generate", "-steps", "3"], "generate has no option -steps (did you mean '--steps'?)"),
         (["presets", "--frobnicate"], "presets has no option --frobnicate; tokenmerge presets --help lists"),
@@ -358,7 +358,7 @@ def test_help_has_no_words_of_python(capsys: pytest.CaptureFixture[str], command
 
 @pytest.mark.parametrize("command", command_parsers())
 def test_help_names_the_default_of_every_option(command: str) -> None:
-    """What is on or off is off; all else has a default that is told."""
+    """Switches are off by default; help states the default of every other option."""
     for action in command_parsers()[command]._actions:
         switch = isinstance(action, argparse._HelpAction | argparse._StoreTrueAction)
         if not switch and not action.required:
@@ -393,7 +393,7 @@ def test_help_tells_of_every_field_of_both_techniques(command: str, capsys: pyte
     ],
 )
 def test_help_tells_what_the_code_has(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What help cannot import without torch."""
+    """Help repeats lists and defaults that it cannot import without torch; they must agree with the code."""
     with pytest.raises(SystemExit):
         run(command, "--help")
     assert words in " ".join(capsys.readouterr().out.split())
@@ -419,7 +419,7 @@ def test_an_unknown_model_is_told_alike_and_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    # Nobody listens there.
+    # No server listens at this port.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     options = {"eval": ["--metrics", "mse"], "tune": ["--budget", "mse=100"]}.get(command, [])
     begin = time.monotonic()
@@ -466,7 +466,7 @@ def test_a_folder_does_not_hide_a_bundled_model_of_its_name(tmp_path: Path, monk
 
 @pytest.mark.parametrize("words", [["presets"], ["--help"]])
 def test_whoever_reads_may_stop(words: list[str]) -> None:
-    """As `head` does."""
+    """The reader of a pipe may close it early, as `head` does."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "tokenmerge", *words]

@@ -1,4 +1,4 @@
-"""What `--compile` comes to on a device."""
+"""Which ways of `--compile` each device gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenmerge demo` as people and programs meet it: a real server, a real browser, real pictures."""
+"""`tokenmerge demo` as people and programs use it: a real server, a real browser, real pictures."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tokenmerge.tools.speeds import SPEEDS
 from tokenmerge.tools.typed import read_typed
 
 MODEL = "tiny-sdxl"
-# A folder of the machine.
+# The name of a model folder that the server offers.
 OWN = "mine"
 WIDTHS = (1400, 1000, 800, 390)
 TABS = ["Compare", "Drift", "Merged", "Summary", "Python"]
-# What the endpoint takes, in its order.
+# Arguments of the endpoint, in its order.
 SMALL = {"prompt": "a rose", "technique": "balanced", "model": MODEL, "seed": 3, "steps": 4, "size": "64x64"}
 PATIENCE = 60
 expect.set_options(timeout=PATIENCE * 1000)
@@ -58,11 +58,11 @@ class Site:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is applied to the model."""
+        """Whether no technique is applied to the model."""
         return "_tokenmerge" not in vars(self.models.studio(MODEL).pipe.unet)
 
     def request(self, path: str, data: bytes | None = None, **headers: str) -> tuple[int, str]:
-        """The status of a request, and what was answered."""
+        """Status and body of the answer."""
         asked = urllib.request.Request(f"{self.address}{path}", data, headers)
         try:
             with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
@@ -71,14 +71,14 @@ class Site:
             return error.code, error.read().decode(errors="replace")
 
     def begin(self, **values: Any) -> str:
-        """Call the endpoint; returns the id of what it does."""
+        """Call the endpoint; returns the id of the event."""
         data = json.dumps({"data": list((SMALL | values).values())}).encode()
         status, text = self.request("gradio_api/call/draw", data, **{"Content-Type": "application/json"})
         assert status == 200, text
         return str(json.loads(text)["event_id"])
 
     def call(self, **values: Any) -> list[tuple[str, Any]]:
-        """The events of a call of the endpoint."""
+        """Events of one call of the endpoint."""
         _, text = self.request(f"gradio_api/call/draw/{self.begin(**values)}")
         lines = [event.split("\n") for event in text.strip().split("\n\n")]
         return [(name.removeprefix("event: "), json.loads(told.removeprefix("data: "))) for name, told in lines]
@@ -98,7 +98,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def find_browser() -> str | None:
-    """The one that `make test` has brought, or that of the system."""
+    """The browser that `make test` installs, or the system's."""
     places = (str(Path(sys.prefix) / "chromium" / "chromium"), "chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, places)), None)
 
@@ -107,11 +107,11 @@ def find_browser() -> str | None:
 def browser() -> Iterator[Browser]:
     chromium = find_browser()
     if chromium is None:
-        # A skipped test is not seen there.
+        # Nobody notices a skipped test in CI.
         report = pytest.fail if os.environ.get("CI") else pytest.skip
         report("there is no browser to look with: make test brings one by npm, or install chromium")
     with sync_playwright() as playwright:
-        # Root, as in containers, has no sandbox.
+        # Chromium has no sandbox for root, the usual user in containers.
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -119,7 +119,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass(frozen=True)
 class Box:
-    """Where something is on a page, in pixels."""
+    """The place of an element on a page, in pixels."""
 
     x: float
     y: float
@@ -133,7 +133,7 @@ class Box:
 
 @dataclass
 class Visit:
-    """A visitor's tab, and what went wrong in it."""
+    """A visitor's tab and the problems seen in it."""
 
     page: Page
     problems: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ def other(browser: Browser, site: Site) -> Iterator[Visit]:
 
 
 def visiting(browser: Browser, site: Site) -> Iterator[Visit]:
-    """A tab in which no error may be told on the console, and nothing be asked of another server."""
+    """A tab that must log no error and send no request to another server."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(PATIENCE * 1000)
@@ -232,26 +232,26 @@ def test_the_gallery_keeps_pictures_and_details_have_every_field(visit: Visit, s
             expect(box).to_contain_text(kind.field_docs()[name])
             expect(box.locator("textarea")).to_have_value(write_value(getattr(technique, name)))
     page.check("#tm-merge input")
-    # Nobody may take that for the speed of its name.
+    # The technique no longer matches a named speed, so none stays checked.
     expect(page.locator("#tm-speed input:checked")).to_have_count(0)
     visit.draw()
     expect(page.locator("#tm-gallery button img")).to_have_count(2)
     visit.show("Merged")
     expect(page.locator("#tm-merged img")).to_be_visible()
-    # As large as under the slider, though the picture has 64 pixels.
+    # As large as under the slider, although the picture is only 64 pixels wide.
     assert visit.box("#tm-merged img").width > 600
     visit.show("Drift")
     assert visit.box("#tm-drift img").width > 600
     visit.show("Python")
     expect(page.locator("#tm-python .cm-content")).to_contain_text("Merge()")
-    # The first picture again.
+    # Go back to the first picture.
     page.locator("#tm-gallery button").nth(1).click()
     expect(page.locator("#tm-python .cm-content")).not_to_contain_text("Merge()")
     assert site.is_free
 
 
 def test_wrong_input_shows_a_sentence(visit: Visit) -> None:
-    # Early: boxes that have just been opened take no text yet.
+    # Open the details early: boxes that have just been opened take no text yet.
     visit.page.click("#tm-details button")
     for wrong, sentence in (
         ({"prompt": " "}, "The prompt is empty; write what to draw."),
@@ -268,12 +268,12 @@ def test_wrong_input_shows_a_sentence(visit: Visit) -> None:
     expect(visit.page.locator("[role=alert]")).to_contain_text("Hold's every: 'often' is not a whole number, as in 3.")
     assert "Traceback" not in visit.page.content()
     assert not re.search(r"\w+Error\b", visit.page.inner_text("body"))
-    # What was wrong does not stay so.
+    # The error disappears once the value is right.
     visit.page.fill("#tm-hold-every textarea", "none")
     visit.draw()
     visit.page.wait_for_selector("#tm-figures dl")
     expect(visit.page.locator("[role=alert]")).to_have_count(0)
-    # Nor does the last picture look like the answer to what is wrong; it is kept in the gallery.
+    # After an error the last picture is hidden, so that it does not look like the answer. The gallery keeps it.
     visit.fill(size="100x64")
     visit.draw()
     expect(visit.page.locator("[role=alert]")).to_have_count(1)
@@ -296,7 +296,7 @@ def test_python_is_copied_as_it_runs_and_a_folder_is_drawn(
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("#tm-model input")
     page.get_by_role("option", name=OWN).click()
-    # What that model is made for.
+    # The model's own number of steps.
     expect(page.locator("#tm-steps input")).to_have_value("30")
     visit.fill()
     visit.draw()
@@ -318,13 +318,13 @@ def test_a_second_visitor_waits_until_the_first_stops(visit: Visit, other: Visit
         each.page.set_viewport_size({"width": min(WIDTHS), "height": 850})
     visit.fill(steps=MOST_STEPS, size="256x256")
     visit.draw()
-    # They can be seen, as many as there are.
+    # The step cells are visible even at the largest number of steps.
     visit.page.wait_for_selector("#tm-status .tm-cells i.tm-full")
     other.fill()
     other.draw()
     expect(other.page.locator("#tm-status")).to_contain_text("queue: 1/1")
     assert not other.box("#tm-status .progress-text").overlaps(other.box("#tm-status .wrap svg"))
-    # Who waits may leave the queue, and come again.
+    # A waiting visitor may leave the queue and return.
     other.page.click("#tm-stop")
     expect(other.page.locator("#tm-status")).to_contain_text("Stopped")
     other.draw()
@@ -353,7 +353,7 @@ def test_a_program_that_hangs_up_frees_the_model(site: Site) -> None:
 
 
 def assert_free_soon(site: Site) -> None:
-    """A picture of somebody else comes long before so many steps would have been made."""
+    """Another visitor's picture arrives long before the abandoned one could have been finished."""
     begin = time.monotonic()
     assert site.call()[-1][0] == "complete"
     assert time.monotonic() - begin < 30
@@ -368,7 +368,7 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
     figures, tabs = page.locator("#tm-figures dl > div"), page.locator("#tm-tabs [role=tab]")
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 1000})
-        # Scripts that measure the page do so some time later.
+        # Scripts measure the page only after a delay.
         page.wait_for_timeout(200)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert tabs.all_inner_texts() == TABS
@@ -379,10 +379,10 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
         ]
         rows = Counter(figure.bounding_box()["y"] for figure in figures.all())  # type: ignore[index]
         assert rows.total() >= 7
-        # None is alone, but where two columns are too much.
+        # No figure is alone in its row, unless the screen is too narrow for two columns.
         assert width < 800 or min(rows.values()) > 1
         assert width < max(WIDTHS) or len(rows) == 1
-    # What is drawn follows the button.
+    # The picture comes right below the button.
     tops = [visit.box(name).y for name in ("#tm-draw", "#tm-slider", "#tm-seed")]
     assert tops == sorted(tops)
     visit.show("Summary")
@@ -393,7 +393,7 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
         colors.append(visit.color(".tm-cells .tm-full"))
         for kind in ("full", "held"):
             assert visit.color(f".tm-legend .tm-{kind}") == visit.color(f".tm-cells .tm-{kind}")
-    # Full steps are lighter in the dark.
+    # Full steps have a lighter colour in the dark theme.
     assert colors[0] != colors[1]
 
 
@@ -487,7 +487,7 @@ def test_uploads_and_foreign_names_are_refused(site: Site) -> None:
     assert site.request("", Host="somebody.example")[0] == 400
 
 
-# Tells of connections to other machines, which it lets nobody make.
+# The command in a process that blocks and reports connections to other machines.
 GUARDED = """
 import signal, socket, sys
 # A shell's background jobs, and what they start, are deaf to interrupts.
@@ -510,7 +510,7 @@ def test_the_command_serves_until_it_is_interrupted_and_asks_nobody() -> None:
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             address = process.stdout.readline().split()[2]
-            # Nobody else is let in, unless that is asked for.
+            # By default only this machine can connect.
             assert address.startswith("http://127.0.0.1:")
             listening = psutil.Process(process.pid).net_connections("inet")
             assert {each.laddr.ip for each in listening if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
@@ -550,7 +550,7 @@ def test_only_safetensors_are_loaded_and_no_code_beside_a_model_runs(tmp_path: P
     index = json.loads((folder / "model_index.json").read_text())
     refused: list[tuple[Any, str]] = [
         ("MyPipeline", "is a MyPipeline, which is not a diffusers pipeline"),
-        # As hub pipelines with code of their own have it, whatever they call their class.
+        # The entry of hub pipelines with their own code, whatever the name of their class.
         (["code", "FluxPipeline"], "is a code.FluxPipeline, which is not a diffusers pipeline"),
         ("WanPipeline", "makes videos"),
     ]

@@ -1,5 +1,5 @@
-"""`tokenmerge eval` and `tokenmerge metrics`: what they write, that interruptions and processes change nothing, and how
-they refuse."""
+"""`tokenmerge eval` and `tokenmerge metrics`: their files and refusals; interruptions and several processes change
+nothing."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ from tokenmerge.tools.typed import read_configurations
 PROMPTS = ("a photo of a rose", "a <b>daisy</b> & more")
 SEEDS = (0, 7)
 CONFIGURATIONS = ("dit:ratio=0.5 + hold:every=2,start=0", "toma-stripe:ratio=0.25")
-# Of the metrics of the report, those whose networks `judges` makes.
+# The metrics whose networks `judges` can make.
 METRICS = ("mse", "psnr", "ssim", "lpips", "dino", "clip", "fid", "kid")
-# Steps of the second yardstick, and the metrics that are distances.
+# Steps of the second yardstick, whose metrics are distances.
 FINE = 3
 DISTANCES = ("mse", "lpips", "dino")
 FINE_METRICS = {f"{name}_fine" for name in DISTANCES}
@@ -66,7 +66,7 @@ KILLS = 10
 TIMES = ("seconds", "speed_up", "denoiser_seconds", "denoiser_speed_up")
 WHERE = {"device": "a machine", "torch": "one"}
 
-# Started once with everything imported; children are copies of it, so that a start costs little.
+# Imports everything once; children fork from it and start fast.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tokenmerge.tools.evaluation.run", "diffusers", "matplotlib.figure", __name__])
 
@@ -83,7 +83,7 @@ def networks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(networks: Path, **changes: Any) -> Task:
-    """An evaluation of 12 small pictures, and 4 with more steps."""
+    """An evaluation of 12 small pictures, and of 4 with more steps."""
     given = {
         "seeds": SEEDS,
         "steps": 2,
@@ -105,14 +105,14 @@ def short_task(networks: Path, **changes: Any) -> Task:
 
 @pytest.fixture(scope="module")
 def finished(networks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation that nobody disturbed."""
+    """The folder of an uninterrupted evaluation."""
     out = tmp_path_factory.mktemp("evaluation")
     assert evaluate(task(networks), out) is not None
     return out
 
 
 def comparable(out: Path) -> dict[str, Any]:
-    """Everything an evaluation wrote, by path, without what was timed."""
+    """Everything an evaluation wrote except times, by path."""
     kept: dict[str, Any] = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name = path.relative_to(out).as_posix()
@@ -136,12 +136,12 @@ def comparable(out: Path) -> dict[str, Any]:
 
 
 def _without_commit(value: Any) -> Any:
-    """Somebody may commit while tests run."""
+    """Ignore commits: one may happen while tests run."""
     return {key: item for key, item in value.items() if key != "commit"} if isinstance(value, dict) else value
 
 
 def work(networks: Path, out: Path) -> None:
-    """What a child does."""
+    """The work of a child process."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     evaluate(task(networks), out, resume=True)
 
@@ -164,7 +164,7 @@ def test_what_an_evaluation_writes(finished: Path) -> None:
                 assert value["interval"] > 0
         plain = result["label"] == "none"
         assert set(result["metrics"]) == FINE_METRICS | ({"clip"} if plain else set(METRICS))
-        # Drift as a share of how far the plain picture is from the one with more steps.
+        # Drift relative to the distance between the plain picture and the one with more steps.
         errors = results[0]["metrics"]
         assert result["shares"] == pytest.approx(
             {} if plain else {n: result["metrics"][n]["mean"] / errors[f"{n}_fine"]["mean"] for n in DISTANCES}
@@ -174,7 +174,7 @@ def test_what_an_evaluation_writes(finished: Path) -> None:
         assert result["timing"]["batch"] == 1
         assert (result["prompts"], result["seeds"], result["model"]) == (2, 2, "tiny-flux")
     assert "-> 32" in results[1]["timing"]["tokens"]
-    # Of two steps none can be held.
+    # A run of two steps can hold none.
     assert [result["kinds"] for result in results] == [{}, {"merged": 2}, {"merged": 2}]
     assert results[0]["work"] == 1
     assert results[1]["work"] < 0.9
@@ -217,7 +217,7 @@ def test_the_page_shows_every_picture_and_runs_no_text_of_a_prompt(finished: Pat
 def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
     finished: Path, tmp_path: Path, networks: Path
 ) -> None:
-    """One configuration, one prompt, one seed, in another order than above: the same bytes."""
+    """One configuration, prompt and seed make the same bytes as in the whole evaluation."""
     alone = Task(
         model="tiny-flux",
         techniques=CONFIGURATIONS[1:],
@@ -237,14 +237,14 @@ def test_a_picture_is_the_one_that_its_prompt_seed_and_configuration_make_alone(
 
 
 def kept_files(out: Path) -> dict[Path, tuple[int, int]]:
-    """What has been made, and what would change if it was made again."""
+    """Files made so far, with inode and time, which change if a file is made again."""
     kinds = ("images", "values", "features", "sets", "timing", "work")
     paths = [path for kind in kinds for path in out.glob(f"{kind}/**/*.*") if path.suffix in (".png", ".json", ".npy")]
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.is_file()}
 
 
 def test_kills_at_random_moments_change_nothing(finished: Path, networks: Path, tmp_path: Path) -> None:
-    """Each kill comes a random moment after a random number of new files, so that kills lie all over the work."""
+    """Each kill follows a random number of new files and a random delay, so that kills spread over all the work."""
     moments = random.Random(0)
     expected = comparable(finished)
     kills = rounds = 0
@@ -292,7 +292,7 @@ def test_a_process_killed_while_it_writes_leaves_no_file(finished: Path, network
 
 def test_two_processes_write_what_one_does(finished: Path, networks: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
-    # What its name does not say: it starts processes without GPUs too, and without it accelerate starts one.
+    # --multi_gpu also starts several processes without GPUs; accelerate starts only one without this option.
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
     launch += " --dynamo_backend no --main_process_port 0 -m tokenmerge eval"
     command = [sys.executable, "-m", *launch.split(), "--techniques", *CONFIGURATIONS]
@@ -451,7 +451,7 @@ def test_metrics_and_timed_batches_may_come_later(finished: Path, networks: Path
 
 
 def test_the_second_yardstick_may_come_later(finished: Path, networks: Path, tmp_path: Path) -> None:
-    """Nothing that was there is made again, and all is as if it had been asked for at once."""
+    """Existing pictures are not made again, and the result equals an evaluation that had the yardstick all along."""
     evaluate(task(networks, reference_steps=0), tmp_path)
     before = kept_files(tmp_path)
     assert not any("fine" in path.read_text() for path in before if path.suffix == ".json")
@@ -475,7 +475,7 @@ def test_the_second_yardstick_is_the_plain_picture_with_more_steps(finished: Pat
 
 
 def test_rivals_are_evaluated_and_gone_on_with(networks: Path, tmp_path: Path) -> None:
-    """One of them is the second yardstick itself, whose pictures are made once."""
+    """One rival equals the second yardstick: its distance to it is zero."""
     rivals = ("none + cache-dit:threshold=1,warmup=1", "none + unipc:steps=2", "none + steps:count=5")
     asked = short_task(networks, steps=4, prompts=PROMPTS, techniques=rivals, reference_steps=5, repeats=1)
     results = evaluate(asked, tmp_path)
@@ -516,7 +516,7 @@ def test_a_damaged_file_is_named(finished: Path, networks: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_an_evaluation_of_version_0_1_is_not_gone_on_with(networks: Path, tmp_path: Path, resume: bool) -> None:
-    """It kept a config of another form for each configuration."""
+    """Version 0.1 kept another form of config for each configuration."""
     old = {"none": {"method": "none", "schedule": {"anchor_every": 0}}, "hold": {"method": "hold", "schedule": {}}}
     files.write_text(tmp_path / "run.json", json.dumps({"configurations": old, "environment": {}}))
     with pytest.raises(TokenMergeError, match=r"holds an evaluation of tokenmerge 0\.1, .*; give another --out"):
@@ -566,7 +566,7 @@ def test_calls_that_no_graph_replays_are_told(networks: Path, tmp_path: Path) ->
     assert results is not None
     assert not any("CUDA graph" in note for note in table.notes(results))
     plain, merged = results.rows
-    # As where calls are to be recorded, and those of one configuration are not.
+    # Graphs record calls of the plain model, but none of the other configuration.
     rows = (
         replace(plain, timing={**plain.timing, "graphs": 3}),
         replace(merged, timing={**merged.timing, "graphs": 0}),
@@ -576,7 +576,7 @@ def test_calls_that_no_graph_replays_are_told(networks: Path, tmp_path: Path) ->
 
 
 def write_photographs(folder: Path, seed: int) -> Path:
-    """Three, of the same names for every seed."""
+    """Three photographs, with the same names for every seed."""
     generator = torch.Generator().manual_seed(seed)
     folder.mkdir()
     for number in range(3):
@@ -590,10 +590,10 @@ def test_photographs_may_be_the_reference_of_sets(networks: Path, tmp_path: Path
     asked = short_task(networks, seeds=SEEDS, metrics=("fid", "kid"), reference=photographs)
     results = evaluate(asked, tmp_path / "out")
     assert results is not None
-    # Against photographs the unmerged model has a distance too.
+    # The plain model also has a distance to photographs.
     assert all(set(row.estimates) == {"fid", "kid"} for row in results.rows)
     assert len(list((tmp_path / "out" / "reference").iterdir())) == 3
-    # Others of the same names would have other distances.
+    # Other photographs with the same names would give other distances.
     others = write_photographs(tmp_path / "others", 1)
     with pytest.raises(TokenMergeError, match=r"begun with reference 0\.jpg"):
         evaluate(replace(asked, reference=others), tmp_path / "out", resume=True)
@@ -613,7 +613,7 @@ def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tokenmerge.tools.drawing.studio.draw", watched)
     results = evaluate(short_task(networks, batch=3, repeats=2), tmp_path)
     assert results is not None
-    # Every lap comes after a batch that does not count.
+    # An untimed batch precedes every lap.
     assert sizes == [1] * 3 + [3] * 12
     assert all(row.timing and row.timing["batch"] == 3 and len(row.timing["seconds"]) == 2 for row in results.rows)
 
@@ -621,7 +621,7 @@ def test_a_batch_is_timed_as_one(networks: Path, tmp_path: Path, monkeypatch: py
 def test_laps_come_in_turn_and_only_missing_ones_are_made(
     networks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rounds over three configurations, of which two laps are lost."""
+    """Two laps are lost from two rounds over three configurations."""
     asked = short_task(networks, repeats=2)
     written: list[str] = []
 
@@ -658,7 +658,7 @@ def test_laps_come_in_turn_and_only_missing_ones_are_made(
 
 
 def test_the_time_of_a_call_is_that_of_the_module_alone() -> None:
-    """Every call counts once, with what other hooks do in it, and what happens between calls does not."""
+    """Every call counts once, including other hooks, but the time between calls does not count."""
     module = torch.nn.Identity()
     module.register_forward_pre_hook(lambda *_: time.sleep(0.02))
     with timed_calls(module, torch.device("cpu")) as watch:
@@ -673,7 +673,7 @@ def test_the_time_of_a_call_is_that_of_the_module_alone() -> None:
 
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
 def test_fronts_are_lists_of_techniques(model: str, preset: str) -> None:
-    """The files that `tokenmerge eval @FILE` is to be run with."""
+    """The files for `tokenmerge eval @FILE`."""
     path = Path(__file__).parents[2] / "benchmarks" / "fronts" / f"{model}.args"
     options = parser().parse_args(["eval", f"@{path}"])
     assert (options.model, options.size, options.batch) == (model, (512, 512), 16)
@@ -807,7 +807,7 @@ CACHED = (
 
 
 def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -> None:
-    """Pictures do not depend on their order, and what was calibrated is kept."""
+    """Pictures do not depend on the order of configurations, and calibrations are kept."""
     refused = ("hold + mag", "dit + taylorseer", "none + faster")
     given = {"prompts": PROMPTS, "steps": 6, "repeats": 1, "tell_refused": True}
     asked = short_task(networks, techniques=(*CACHED, *refused), **given)
@@ -851,7 +851,7 @@ def test_caches_are_judged_like_configurations(networks: Path, tmp_path: Path) -
 
 
 def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search evaluates several times; a pipeline that has drawn is only freed by a collection."""
+    """A search evaluates several times, but only garbage collection frees a pipeline that has drawn."""
     seen: list[weakref.ref[Any]] = []
 
     def load(*arguments: Any) -> Any:
@@ -864,7 +864,7 @@ def test_the_model_of_an_evaluation_is_given_up(tmp_path: Path, monkeypatch: pyt
     try:
         given = {"model": "tiny-flux", "techniques": ("toma",), "prompts": PROMPTS[:1], "device": "cpu"}
         evaluate(Task(**given, steps=1, size=(64, 64), metrics=("mse",), repeats=0), tmp_path)
-        # Before the next collection that comes by itself.
+        # Look before the next automatic collection.
         kept = [each() is not None for each in seen]
     finally:
         gc.enable()
@@ -876,9 +876,9 @@ def test_unets_are_evaluated_too(tmp_path: Path) -> None:
     given = {"model": model, "prompts": PROMPTS, "device": "cpu"}
     results = evaluate(Task(**given, steps=4, size=(64, 64), metrics=("mse",), batch=2, repeats=1), tmp_path / "out")
     assert results is not None
-    # Without techniques, those of the family.
+    # The family's default techniques.
     assert [row.configuration.label for row in results.rows] == ["none", "unet", "hold", "unet + hold"]
-    # Of four steps a tolerance holds none.
+    # A tolerance holds none of only four steps.
     assert [row.estimates["mse"].mean > 0 for row in results.rows[1:]] == [True, False, True]
 
 
@@ -896,7 +896,7 @@ def test_what_hold_estimates_stands_beside_what_is_measured(tmp_path: Path) -> N
     assert whole.estimated is None, "nothing was held"
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| estimated PSNR |" in table
-    # Random weights, which nobody has compared.
+    # The estimate is not calibrated for random weights.
     assert f"| ~{held.estimated.psnr:.0f} |" in table
     assert UNCALIBRATED in table
     (line,) = (line for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines() if "every=2" in line)
@@ -933,7 +933,7 @@ def test_the_worst_pictures_stand_beside_the_mean(tmp_path: Path) -> None:
 
 
 def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> Any:
-    """The plot of configurations that took so long and drifted so far; the first is the plain one."""
+    """The plot of the plain model and of `labels`, with these times and drifts; the plain model comes first."""
     made = read_configurations(labels)
     rows = [
         Row(item, {"mse": Estimate(drift, 3.0)}, {"denoiser_seconds": seconds, "batch": 1}, {})
@@ -941,7 +941,7 @@ def drawn_plot(labels: list[str], times: list[float], drifts: list[float]) -> An
     ]
     settings = {"model": "some", "size": [64, 64], "steps": 1, "dtype": "float32", "compile": None, "scheduler": None}
     settings |= {"prompts": ["a"], "seeds": [0], "paired": False, "reference_steps": 0, "environment": WHERE}
-    # What a plot does not need is not there.
+    # Pass only what a plot needs.
     results = Results(None, settings, None, tuple(rows), (), {})  # type: ignore[arg-type]
     series = dict.fromkeys(row.configuration.series for row in rows[1:])
     drawn = plots._draw(results, BY_NAME["mse"], {name: plots.series_style(place) for place, name in enumerate(series)})
@@ -960,7 +960,7 @@ def test_points_of_a_plot_tell_their_ratio_or_how_often_steps_run() -> None:
     drawn = drawn_plot(labels, [1.0, 0.6, 0.3, 0.7, 0.4, 0.5], [0.0, 5.0, 20.0, 90.0, 95.0, 40.0])
     (axes,) = drawn.axes
     texts = {text.get_text(): text.xy for text in axes.texts}
-    # Held steps are apart in time, and no point claims that tokens were removed which were not.
+    # Points of Hold differ in time, and only points that merge show a ratio.
     assert texts == {
         "every 2": (0.6, 5.0),
         "every 5": (0.3, 20.0),
@@ -984,7 +984,7 @@ def test_without_times_there_is_nothing_to_plot_quality_against(networks: Path, 
 def test_plots_stay_readable_with_many_and_long_names(recwarn: pytest.WarningsRecorder) -> None:
     many = [f"{'long ' * 40}{number}@dit:ratio={number / 100}" for number in range(30, 60)]
     drawn_plot(many, [1.0 + place / 7 for place in range(31)], [float(place % 5) for place in range(31)])
-    # matplotlib warns where no place is left for the plot itself.
+    # matplotlib warns if the labels leave no room for the plot.
     assert not [str(item.message) for item in recwarn if "layout" in str(item.message)]
 
 
@@ -993,7 +993,7 @@ def test_sixteen_series_are_told_apart_in_colour_and_in_print() -> None:
     assert len({tuple(style.values()) for style in styles}) == 128
     first = styles[:16]
     assert len({(style["marker"], style["markerfacecolor"] == "white") for style in first}) == 16
-    # Two colours that differ by 2 in CIELAB are just told apart side by side.
+    # Side by side, a difference of 2 in CIELAB is just visible.
     shades = rgb2lab(torch.tensor([[ImageColor.getrgb(style["color"]) for style in first]], dtype=torch.uint8).numpy())
     distances = torch.pdist(torch.tensor(shades[0]))
     assert distances.min() > 20
@@ -1020,7 +1020,7 @@ def test_missing_networks_are_named_in_every_report(
     result = json.loads(printed.out)
     assert "DINO is missing: no/dino cannot be loaded from the hub" in printed.err
     assert any(line.startswith("DINO") for line in result["missing"])
-    # The same in words: told when it begins, and not again under the table.
+    # Without --json, missing networks are reported at the start and not again under the table.
     assert main([*arguments, "--resume", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.err.count("missing:") == len(result["missing"])
@@ -1033,7 +1033,7 @@ def test_missing_networks_are_named_in_every_report(
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two folders of three pictures with the same names and different endings."""
+    """Two folders of three pictures with the same names and different suffixes."""
     root = tmp_path_factory.mktemp("pairs")
     for name, ending in (("first", "png"), ("second", "bmp")):
         (root / name).mkdir()
@@ -1055,7 +1055,7 @@ def test_metrics_of_two_folders(
     assert result["counts"] == {"reference": 3, "test": 3}
     assert set(result["metrics"]) == set(METRICS)
     assert list(result["pictures"]) == ["0.bmp", "1.bmp", "2.bmp"]
-    # Of halved noise: the mean square of what was taken away from 0 to 255.
+    # The test pictures halve uniform noise: the mean square of the difference over 0 to 255.
     taken = sum((value - value // 2) ** 2 for value in range(256)) / 256
     assert result["metrics"]["mse"]["mean"] == pytest.approx(taken, rel=0.05)
     assert main(arguments) == 0

@@ -1,4 +1,4 @@
-"""`tokenmerge generate` on the bundled models: real pictures, honest figures, and errors of one line."""
+"""`tokenmerge generate` on the bundled models: real pictures, correct figures, and errors of one line."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def _no_constant(name: str) -> None:
 def test_without_techniques_a_picture_shows_all_four(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, merging: str
 ) -> None:
-    """What `make demo` shows: plain, merged, held and both, with times and drift."""
+    """The picture of `make demo`: plain, Merge, Hold and both, with times and drift."""
     monkeypatch.chdir(tmp_path)
     small = ["--model", model, "--steps", "12", "--size", "64x64"]
     assert main(["generate", "a photo of a rose", *small, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["picture"] == "a-photo-of-a-rose-0.png"
     assert [path.name for path in tmp_path.iterdir()] == [result["picture"]]
-    # Four pictures side by side, and under them where three differ.
+    # Four pictures side by side, with three difference maps below.
     width, height = Image.open(tmp_path / result["picture"]).size
     assert 4 * 320 < width < 5 * 320
     assert 2 * 320 < height < 3 * 320
@@ -124,13 +124,13 @@ def test_an_estimate_that_was_never_compared_says_so(calibrated: bool, told: str
 
 
 def test_a_slow_moment_of_the_machine_costs_no_technique_its_place() -> None:
-    """Laps take turns: the plain picture is not timed while something else ran, and the others after it."""
+    """Laps take turns, so that one slow moment does not spoil the plain time against which all others are compared."""
     asked = Comparison(model="tiny-flux", prompt="a rose", size=(64, 64), steps=3)
     studio = Studio(asked)
     moments = iter([2.0])
 
     def wait(*_: Any) -> None:
-        """In the first picture of all steps."""
+        """Delay the first picture that has all steps."""
         if len(studio.pipe.scheduler.timesteps) == asked.steps:
             time.sleep(next(moments, 0.0))
 
@@ -152,7 +152,7 @@ def test_several_seeds_ratios_and_what_merged(tmp_path: Path, capsys: pytest.Cap
     assert [(shot["seed"], shot["label"]) for shot in found] == [(seed, label) for seed in (3, 4) for label in labels]
     assert [shot["tokens"] for shot in found[:4]] == ["", "64 -> 48", "64 -> 32", ""]
     assert found[1]["mse"] < found[2]["mse"]
-    # Pictures, drift and what merged, for both seeds.
+    # Pictures, drift and destinations, for both seeds.
     assert Image.open(out).height > 6 * 320
 
 
@@ -168,8 +168,8 @@ def test_several_seeds_ratios_and_what_merged(tmp_path: Path, capsys: pytest.Cap
 def test_steps_too_few_to_save_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], technique: str, kinds: dict[str, int]
 ) -> None:
-    """Where no step saves anything, neither size nor batch are why a picture takes as long as before; and pictures are
-    equal, whose PSNR is infinite, which JSON has no number for."""
+    """If no step saves anything, the report does not blame size or batch. Equal pictures have an infinite PSNR, for
+    which JSON has no number."""
     saves = kinds != {"full": 2}
     arguments = ["generate", "a rose", "--steps", "2", "--size", "64x64", "--techniques", technique]
     arguments += ["--out", str(tmp_path / "a.png")]
@@ -275,14 +275,14 @@ def test_caches_that_do_not_go_with_a_technique_are_told_before_a_picture_is_beg
 def test_sizes_are_those_that_the_pipeline_takes_as_they_are(
     kind: str, levels: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # diffusers keeps its warnings to itself, and commands that ran before may have quietened it.
+    # diffusers does not propagate its warnings, and earlier commands may have silenced it.
     log = logging.getLogger("diffusers")
     monkeypatch.setattr(log, "propagate", True)
     caplog.set_level(logging.WARNING, log.name)
     pipe = tiny.build(kind, vae=tiny.vae(levels, 16 if kind == "sd3" else 4))
 
     def is_taken(side: int) -> bool:
-        """Whether the pipeline neither refuses a size nor takes another in its place."""
+        """Whether the pipeline accepts a size and does not replace it by another."""
         caplog.clear()
         accepted = inspect.signature(pipe.check_inputs).parameters
         arguments = dict.fromkeys(name for name, item in accepted.items() if item.default is item.empty)
@@ -324,7 +324,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_psnr_and_ssim_of_known_pictures() -> None:
     grey = torch.full((32, 32, 3), 100, dtype=torch.uint8)
     assert quality.compare(grey, grey) == {"mse": 0.0, "psnr": float("inf"), "ssim": pytest.approx(1.0)}
-    # Of two flat pictures only the means count: (2ab + c) / (a^2 + b^2 + c).
+    # The SSIM of two flat pictures depends only on their means: (2ab + c) / (a^2 + b^2 + c).
     other = torch.full((32, 32, 3), 110, dtype=torch.uint8)
     constant = (0.01 * 255) ** 2
     expected = (2 * 100 * 110 + constant) / (100**2 + 110**2 + constant)

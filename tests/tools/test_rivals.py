@@ -1,5 +1,5 @@
-"""Rivals beside Merge and Hold: each really skips work, repeats its pictures, is taken off exactly, and is refused in
-time where it does not go."""
+"""Rivals of Merge and Hold: each skips work, repeats its pictures, leaves no trace, and is refused early where it
+cannot work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(pipe: Any, seed: int = 0, steps: int = STEPS) -> torch.Tensor:
 
 @contextmanager
 def counted(**modules: nn.Module) -> Iterator[Counter[str]]:
-    """How often modules run."""
+    """Counts the calls of each module."""
     calls: Counter[str] = Counter()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: calls.update([name])) for name, module in modules.items()
@@ -45,18 +45,18 @@ def counted(**modules: nn.Module) -> Iterator[Counter[str]]:
 
 
 def belongings(pipe: Any) -> list[dict[str, Any]]:
-    """Every attribute of a pipeline, its class and its modules, and the order of modules; but for what calls leave."""
+    """Every attribute of a pipeline, its class and its modules, and the order of modules; without traces of calls."""
     denoiser = tiny.denoiser_of(pipe)
-    # What a call of any pipeline notes.
+    # Attributes that any call of a pipeline sets.
     notes = ("_num_timesteps", "_guidance_scale", "_interrupt", "_joint_attention_kwargs", "_current_timestep")
     mine = [{name: value for name, value in vars(pipe).items() if name not in notes}, dict(vars(type(pipe)))]
     modules = [{**vars(module), "order": list(module._modules)} for module in denoiser.modules()]
     return [*mine, *modules]
 
 
-# As typed; the pipeline; how often the modules below run in 8 steps.
+# The rival as typed, the pipeline, and the number of calls of each `watched` module in 8 steps.
 SKIPPING = [
-    # The first block runs in every step, the others while it warms up, which ends with a step of its own.
+    # The first block runs in every step, the others only during warmup.
     ("cache-dit:threshold=100,warmup=3", "flux", {"first": 8, "last": 3}),
     ("cache-dit:threshold=100,warmup=3,taylorseer=1", "flux", {"first": 8, "last": 3}),
     ("cache-dit:threshold=100,warmup=2,continuous=2", "flux", {"first": 8, "last": 4}),
@@ -72,7 +72,7 @@ def watched(pipe: Any) -> dict[str, nn.Module]:
     if hasattr(pipe, "transformer"):
         return {"first": pipe.transformer.transformer_blocks[0], "last": pipe.transformer.single_transformer_blocks[-1]}
     unet = pipe.unet
-    # Inside of what DeepCache stands in for.
+    # Modules inside the blocks that DeepCache replaces.
     return {
         "first": unet.down_blocks[0].resnets[0].conv1,
         "middle": unet.mid_block.resnets[0].conv1,
@@ -123,7 +123,7 @@ def test_a_failed_call_leaves_nothing_either() -> None:
 
 
 def test_guidance_in_calls_of_its_own_is_cached_apart() -> None:
-    """`tiny-flux` calls twice a step; without guidance once."""
+    """`tiny-flux` makes two calls per step with guidance and one without."""
     for guidance, calls in ((2.5, 2), (1.0, 1)):
         studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=4, guidance=guidance, device="cpu"))
         studio.pipe.set_progress_bar_config(disable=True)
@@ -150,7 +150,7 @@ SOLVERS = {"unipc": diffusers.UniPCMultistepScheduler, "dpm++": diffusers.DPMSol
 @pytest.mark.parametrize("family", ["flux", "sdxl", "sd3"])
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_are_those_of_diffusers(name: str, family: str, order: int) -> None:
-    # Flux's pipeline shifts by the size of a picture, whatever the scheduler.
+    # Flux's pipeline passes a shift for the picture's size to any scheduler.
     dynamic = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)}
     pipe = tiny.build(family, **(dynamic if family == "flux" else {}))
     fine = draw(pipe, steps=40)
@@ -164,13 +164,13 @@ def test_solvers_are_those_of_diffusers(name: str, family: str, order: int) -> N
         assert torch.equal(draw(pipe, steps=5), expected)
     assert pipe.scheduler is own
     assert belongings(pipe) == before
-    # Another way to the same end.
+    # The solver approaches the same picture as many steps of the model's own scheduler.
     assert (expected - fine).pow(2).mean() < (draw(pipe, steps=1) - fine).pow(2).mean()
 
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_of_flow_models_have_the_shift_of_the_model(name: str) -> None:
-    """Noise levels of the model's own scheduler, but for the first, which these do not begin at exactly."""
+    """Solvers have the noise levels of the model's own scheduler, within the tolerance that the first level needs."""
     studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=5, device="cpu"))
     studio.pipe.set_progress_bar_config(disable=True)
     studio.draw("a rose", (0,))
@@ -181,7 +181,7 @@ def test_solvers_of_flow_models_have_the_shift_of_the_model(name: str) -> None:
 
 
 def test_a_flow_model_that_no_solver_can_shift_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of its kind shift by a number of their own, and Flux's pipeline gives one with every call all the same."""
+    """Some flow models have a fixed shift, yet Flux's pipeline passes a shift with every call."""
     studio = Studio(Setup(model="tiny-flux", size=(64, 64), steps=5, device="cpu"))
     studio.pipe.set_progress_bar_config(disable=True)
     own = studio.pipe.scheduler
@@ -216,7 +216,7 @@ def test_schedules_draw_in_as_many_steps_as_they_say_beside_techniques_too() -> 
         assert sum(kinds.values()) == (4 if "hold" in text else 0)
     plain, fewer, solver, held = operations.values()
     assert (fewer, solver) == (plain / 2, plain / 3)
-    # Three of its four steps run in full.
+    # Three of the four steps run in full.
     assert plain / 2 < held < plain * 4 / 6
     studio.restore()
     assert studio.pipe.scheduler is own

@@ -1,4 +1,4 @@
-"""The server: what it reads and refuses, what shares a batch, and a real one that is asked, left and hurt."""
+"""The server: requests, refusals and batches; and a real server whose clients leave and whose processes are killed."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ OFFER = Offer(
     least=8,
     limits=Limits(side=128, steps=60, n=10, prompt=400),
 )
-# In prompts alone: nowhere else may it be found.
+# Occurs only in prompts, so that finding it anywhere else is a leak.
 SECRET = "quixotic-zeppelin"
 KEY = "a-key-for-the-tests-alone"
 
 
-# What a request may say.
+# Requests.
 
 
 def test_a_request_has_defaults() -> None:
@@ -75,7 +75,7 @@ def test_a_request_has_defaults() -> None:
     assert read_order(b'{"prompt": "a rose", "size": "auto", "seed": null}', OFFER).settings.width == 64
 
 
-# Bodies, and words of the answer.
+# Request bodies, and words of their refusals.
 REFUSED: list[tuple[Any, str]] = [
     ({}, "prompt is missing or empty"),
     ({"prompt": " "}, "prompt is missing or empty"),
@@ -124,7 +124,7 @@ def test_what_is_beyond_limits_is_refused_with_a_sentence(what: Any, words: str)
     assert len(refused.value.message) < 300
 
 
-# What shares a batch.
+# Batches.
 
 
 @pytest.mark.parametrize("kind", tiny.FAMILIES)
@@ -197,7 +197,7 @@ def test_a_worker_draws_each_picture_as_it_would_alone(
     assert {"merged", "held"} == reports[0].steps.keys()
     apart = drawn_by(worker, [Job("a rose", seed, settings._replace(speed="plain")) for seed in range(2)])
     assert [(each.report.size, each.report.steps) for each in apart] == [(1, {"full": 4})] * 2
-    # The pipeline refuses a size like this, and says so in words of its own.
+    # The pipeline itself refuses this size; its own message must not reach the client.
     (failed,) = drawn_by(worker, [Job(SECRET, 0, settings._replace(width=61))])
     assert (failed.status, failed.message) == (500, "the pipeline failed with ValueError; the server's log says where")
     assert SECRET not in caplog.text
@@ -224,7 +224,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of equal length, each by `compare_digest`, and all of them whichever is equal."""
+    """`compare_digest` compares digests of equal length, and every one of them even after a match."""
     seen = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -305,7 +305,7 @@ def test_a_missing_extra_is_named(
     assert capsys.readouterr().err == f"tokenmerge: {package} is not installed; pip install tokenmerge[serve]\n"
 
 
-# A cluster.
+# Clusters.
 
 
 def test_the_recipe_for_a_cluster_is_one_that_ray_takes(model: Path) -> None:
@@ -318,7 +318,7 @@ def test_the_recipe_for_a_cluster_is_one_that_ray_takes(model: Path) -> None:
     (described,) = recipe.applications
     build = import_attr(described.import_path)
     assert build is application
-    # Another model, since there is no hub here.
+    # A local model, since tests do not reach the hub.
     bound = build({**described.args, "model": str(model), "device": "cpu"})
     built = build_app(bound, name="it", make_deployment_handle=lambda deployment, name: None)
     deployments = {each.name: each for each in built.deployments}
@@ -352,13 +352,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Server:
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     process: psutil.Process
     port: int
-    folder: Path  # of Ray's files
+    folder: Path  # Ray's files
     output: Path
-    ending: list[psutil.Process] = field(default_factory=list)  # its family when it was interrupted
+    ending: list[psutil.Process] = field(default_factory=list)  # its processes at the interrupt
 
     def ask(self, path: str, body: bytes | None = None, key: str | None = KEY, timeout: float = 60) -> Answer:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -402,7 +402,7 @@ class Server:
 
     def interrupt(self) -> None:
         self.ending.extend(self.family)
-        # As a terminal does: all of them get it.
+        # Ctrl-C in a terminal reaches the whole process group.
         os.killpg(self.process.pid, signal.SIGINT)
 
 
@@ -413,8 +413,8 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    """Two replicas, batches of four, twelve places, for everybody with a key. Nothing of it is left afterwards."""
-    # Sockets lie there, whose paths must be short.
+    """Two replicas, batches of four, a queue of twelve, open to all addresses with a key. It leaves nothing behind."""
+    # Ray puts sockets into this folder, and socket paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
     (folder / "keys").write_text(f"{KEY}\n")
     output, port = folder / "output", free_port()
@@ -561,7 +561,7 @@ def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
         'tokenmerge_requests_total{route="/v1/images/generations",status="499"} 1.0'
         in server.ask("/metrics").body.decode()
     )
-    # What it had asked for is drawn no more.
+    # The pictures of the client that left are not drawn.
     drawn = server.metric("batch_size_sum")
     assert server.draw(n=10).status == 200
     assert server.metric("batch_size_sum") - drawn == 10
@@ -592,18 +592,18 @@ def test_a_killed_front_is_replaced_and_no_request_hangs(server: Server) -> None
         failed = asked.result(30)
     assert (failed.status, failed.data["error"]["type"]) == (503, "server_error")
     assert int(failed.headers["Retry-After"]) >= 1
-    # Another one takes longer to start than anybody waits for this.
+    # A health check does not wait for the new front, which takes longer to start.
     begun = time.monotonic()
     assert server.ask("/healthz", key=None).status in (200, 503)
     assert time.monotonic() - begun < 4
-    # Others wait for it.
+    # Other requests wait for the new front.
     assert server.draw().status == 200
     assert server.ask("/healthz").data["replicas"] == 2
     assert server.replicas("Front") != [front]
 
 
 def listening() -> dict[int, str]:
-    """Addresses and ports that this machine listens on, by the inode of the socket, in the order of their bytes."""
+    """Listening addresses and ports by socket inode, in the hexadecimal form and byte order of /proc."""
     found = {}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -621,7 +621,7 @@ def test_every_listener_but_that_for_clients_is_on_loopback(server: Server) -> N
             target = str(entry.readlink())
             if target.startswith("socket:[") and int(target[8:-1]) in addresses:
                 found.append((process.name(), addresses[int(target[8:-1])]))
-    # Of Ray's processes, and of HTTP.
+    # Ray's own listeners are seen too.
     assert len(found) > 8
     loopback = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
     beyond = [(name, address) for name, address in found if address.partition(":")[0] not in loopback]
@@ -629,7 +629,7 @@ def test_every_listener_but_that_for_clients_is_on_loopback(server: Server) -> N
 
 
 def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
-    long = f"{SECRET} " * 20  # more than the text encoder takes, which diffusers tells
+    long = f"{SECRET} " * 20  # longer than the text encoder takes, about which diffusers warns
     assert server.draw(prompt=long).status == 200
     assert server.ask(f"/v1/images/generations?prompt={SECRET}", b'{"prompt": 1}').status == 400
     assert server.ask(f"/{SECRET}").status == 404
@@ -641,7 +641,7 @@ def test_no_prompt_is_in_logs_or_metrics(server: Server) -> None:
     assert SECRET not in server.ask("/metrics").body.decode()
 
 
-# Another program that comes to the server's Ray, as to a cluster that already serves.
+# Another program that joins the server's Ray cluster and tries to serve there.
 GUEST = """
 import sys
 from tokenmerge.errors import TokenMergeError
@@ -669,7 +669,7 @@ serve.delete("guest")
 def test_a_cluster_that_already_serves_keeps_its_address_and_needs_keys(server: Server, model: Path) -> None:
     raylet = next(each for each in server.family if each.name() == "raylet")
     (address,) = (each.partition("=")[2] for each in raylet.cmdline() if each.startswith("--gcs-address="))
-    # Its token, too.
+    # Ray's settings include the cluster's token.
     rays = {name: value for name, value in raylet.environ().items() if name.startswith("RAY_")}
     guest = subprocess.run(
         [sys.executable, "-c", GUEST, address, str(model)],
@@ -689,7 +689,7 @@ def test_a_cluster_that_already_serves_keeps_its_address_and_needs_keys(server: 
 
 
 def test_an_interrupt_answers_what_is_drawn_and_refuses_the_rest(server: Server) -> None:
-    """The last one: it ends the server."""
+    """Must run last: it ends the server."""
     told = server.output.read_text()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(server.draw, n=10, steps=60, size="128x128")
@@ -702,6 +702,6 @@ def test_an_interrupt_answers_what_is_drawn_and_refuses_the_rest(server: Server)
         assert int(late.headers["Retry-After"]) >= 1
         assert asked.result().status == 200
     server.wait(lambda: server.output.read_text().endswith("tokenmerge: interrupted\n"))
-    # Nothing of Ray's about processes that it has killed.
+    # Ray prints nothing about the processes it has killed.
     told += "finishing accepted requests; press Ctrl-C again to stop without waiting\n"
     assert server.output.read_text() == f"{told}tokenmerge: interrupted\n"

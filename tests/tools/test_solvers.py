@@ -1,4 +1,4 @@
-"""Plain schedulers by name: pictures are drawn by them, and results say by which."""
+"""Schedulers by name: they draw the pictures, and results name them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KARRAS = "-karras"
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_scheduler_by_name_draws_the_picture(kind: str, name: str) -> None:
-    # Pipelines of Flux give the shift of their times with every call.
+    # Flux's pipeline passes a time shift with every call.
     shifted = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     pipe = tiny.build(kind, **({"scheduler": shifted} if kind == "flux" else {}))
     own, plain = pipe.scheduler, tiny.draw(pipe, steps=12)
@@ -64,7 +64,7 @@ def test_a_studio_draws_by_it_with_every_configuration() -> None:
 
 @pytest.mark.parametrize("name", ["dpm++", "unipc"])
 def test_solvers_shift_by_the_size_as_the_model_does(name: str) -> None:
-    """But for the first noise level, where these do not begin exactly."""
+    """Noise levels agree within the tolerance that the first one needs."""
     far = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=1.5, max_shift=2.5)
     pipe = tiny.build("flux", scheduler=far)
     tiny.draw(pipe, steps=5)
@@ -77,7 +77,7 @@ def test_solvers_shift_by_the_size_as_the_model_does(name: str) -> None:
 def test_a_scheduler_that_the_pipeline_cannot_use_is_refused_before_pictures(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flux's pipeline shifts with every call, also where its scheduler does not, as that of FLUX.1 schnell."""
+    """Flux's pipeline passes a shift with every call, even if its scheduler takes none, as that of FLUX.1 schnell."""
     monkeypatch.chdir(tmp_path)
     whole = studio.load_pipeline
 
@@ -115,7 +115,7 @@ def test_an_evaluation_tells_its_scheduler_and_keeps_to_it(tmp_path: Path) -> No
 def test_fronts_under_other_schedulers_have_the_same_configurations(
     scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lists name each other from the root of the repository."""
+    """The lists refer to each other by paths from the root of the repository."""
     monkeypatch.chdir(FRONTS.parents[1])
     own, other = (
         parser().parse_args(["eval", f"@benchmarks/fronts/{name}.args"])

@@ -1,4 +1,4 @@
-"""`tokenmerge tune`: what is drawn, who goes on, what is chosen, and that interruptions change nothing."""
+"""`tokenmerge tune`: drawing candidates, survivors of a rung and the choice; interruptions change nothing."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from tokenmerge.tools.typed import Configuration, default_techniques, read_confi
 
 MSE = BY_NAME["mse"]
 MODELS = ("tiny-flux", "tiny-sdxl")
-# Two of merging, of holding and of both.
+# Fixed candidates: two that merge, two that hold and two that do both.
 ALWAYS = 6
-# Of any drift: the fastest is wanted.
+# Any drift is allowed, so that the fastest point wins.
 BUDGET = Budget(MSE, 1e5)
 RIVALS = ("steps", "first-block:threshold=0.1")
-# The fixed candidates and one that is drawn, in as many steps as it takes for all of them to save in some.
+# The fixed candidates and a drawn one; five steps are enough for the drawn one to hold some.
 SEARCH = Search(
     model="tiny-flux",
     prompts=read_prompts(),
@@ -73,7 +73,7 @@ SEARCH = Search(
 COMMAND = ["tune", "--candidates", str(ALWAYS + 1), "--rungs", "2", "--number", "1", "--steps", "5"]
 COMMAND += ["--guidance", "1", "--size", "64x64", "--repeats", "1", "--device", "cpu", "--rivals", *RIVALS]
 
-# Started once with everything imported; children are copies of it, so that a start costs little.
+# Imports everything once; children fork from it and start fast.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tokenmerge.tools.tuning.search", "diffusers", "matplotlib.figure", __name__])
 
@@ -85,7 +85,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lap_by_work(evaluation: Evaluation) -> dict[str, Any]:
-    """A second for every billion operations, on any machine, whatever else it does."""
+    """One second per billion operations: times that do not depend on the machine or its load."""
     studio = evaluation._studio
     with counted_calls(denoiser_of(studio.pipe)) as counter:
         studio.draw(evaluation.task.prompts[0], (0,))
@@ -95,7 +95,7 @@ def lap_by_work(evaluation: Evaluation) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that nobody disturbed."""
+    """The folder of an uninterrupted search."""
     out = tmp_path_factory.mktemp("tuning")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluation, "_lap", lap_by_work)
@@ -104,7 +104,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def point(seconds: float, drift: float, name: str = "") -> Point:
-    """A setting of a model that takes one second plain."""
+    """A point of a model whose plain picture takes one second."""
     label = name or f"{seconds:g} s, {drift:g}"
     return Point(Configuration(label, Techniques(Merge())), seconds, 1.0 / seconds, Estimate(drift))
 
@@ -137,7 +137,7 @@ def test_candidates_are_different_and_repeat_by_their_seed(family: Family) -> No
         f"{merging}:ratio=0.75 + hold:tolerance=0.4",
     ]
     assert found[ALWAYS:] != drawn(family, 60, seed=4)[ALWAYS:]
-    # What a table shows can be typed.
+    # Labels in tables can be typed again.
     typed = read_configurations([item.label for item in found])
     assert [item.techniques for item in typed[1:]] == [item.techniques for item in found]
     kinds = {(item.techniques.merge is None, item.techniques.hold is None) for item in found[ALWAYS:]}
@@ -160,7 +160,7 @@ def test_no_candidate_is_without_meaning(family: Family) -> None:
         assert (merge.unmerge == "pinv") == (merge.temperature > 0.01)
         if merge.regions == "tile:2x2":
             assert (4 * merge.ratio).is_integer()
-    # Of 600 every entry of every axis is drawn.
+    # 600 draws cover every entry of every axis.
     held = {**HOLD_AXES, **({"what": WHAT} if family.stages else {})}
     for place, axes in ((0, MERGE_AXES), (1, held)):
         there = [each[place] for each in found if each[place] is not None]
@@ -200,7 +200,7 @@ def test_a_search_whose_rivals_are_behind_says_so() -> None:
     assert outcome.ahead == []
     assert outcome.rival_notes() == ["No measured rival meets the goal better."]
     assert replace(outcome, goal=Budget(MSE, 11)).ahead == [faster]
-    # Where nothing of ours meets the goal, whatever does is ahead.
+    # If none of our points meets the goal, any rival that does is ahead.
     assert replace(outcome, goal=Budget(MSE, 9)).ahead == [slower]
 
 
@@ -238,7 +238,7 @@ def test_candidates_that_cannot_be(typed: tuple[str, ...], count: int, words: st
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "todo"])
 def test_no_candidate_has_what_its_method_does_not_read(method: str) -> None:
-    """Nor a ratio that the method refuses, which the model would."""
+    """Planning would also refuse a ratio that the method cannot have."""
     asked = read_typed(f"{'unet' if method == 'toma' else method}:seed=0")
     found = draw_candidates([asked], outline("tiny-sdxl").family, 20, seed=0)
     for each in found:
@@ -254,7 +254,7 @@ def test_ratios_that_cannot_be_had() -> None:
 
 
 def dominates(first: Point, second: Point) -> bool:
-    """Nowhere worse and somewhere better."""
+    """Whether `first` is nowhere worse and somewhere better."""
     ours, theirs = (first.seconds, first.drift.mean), (second.seconds, second.drift.mean)
     return ours != theirs and ours[0] <= theirs[0] and ours[1] <= theirs[1]
 
@@ -287,7 +287,7 @@ def test_the_better_half_goes_on() -> None:
     within_50, thrice = Budget(MSE, 50), SpeedUp(MSE, 2.4)
     assert labels(survivors(points, plain, within_50, 5)) == ["middle", "fast", "slow", "worse", "useless"]
     assert labels(survivors(points, plain, thrice, 3)) == ["fast", "middle", "slow"]
-    # Just above the budget is nearer to its line, but what would be chosen stays.
+    # `above` lies nearer to the budget than `slow`, but only `slow` meets it and would be chosen.
     above = point(0.5, 51, "above")
     assert labels(survivors([above, slow], plain, within_50, 1)) == ["slow"]
 
@@ -303,7 +303,7 @@ def test_goals_choose() -> None:
     assert budget.best_first(points) == [points[1], points[2]]
     assert wish.best_first(points) == [points[1], points[0]]
     assert budget.nearest(points) == wish.nearest(points) == points[1]
-    # Slower than unmerged is within no budget, and nearest to none.
+    # A point slower than the plain model meets no budget and is nearest only if it is alone.
     assert not Budget(MSE, 5).best_first(points)
     assert Budget(MSE, 5).nearest(points) == points[2]
     assert Budget(MSE, 5).nearest(points[3:]) == points[3]
@@ -347,11 +347,11 @@ def test_what_a_search_writes(finished: Path) -> None:
         "rungs",
     }
     assert [len(rung["points"]) for rung in found["rungs"]] == [7, 4]
-    # The race is one of techniques, each of which has a drift of its own.
+    # Merge and Hold really take part, so that drifts differ.
     lines = [json.loads(line) for line in (finished / "rungs" / "1" / "results.jsonl").read_text().splitlines()]
     kinds = [line["kinds"] for line in lines[1:]]
     assert kinds[:2] == [{"merged": 5}] * 2
-    # In so few steps a tolerance shows nothing yet.
+    # A tolerance holds no step of so short a run.
     assert kinds[2:ALWAYS] == [*[{"full": 5}] * 2, *[{"merged": 5}] * 2]
     assert any("held" in kind for kind in kinds[ALWAYS:])
     assert len({one["drift"]["mean"] for one in found["rungs"][0]["points"]} - {0.0}) >= 3
@@ -386,7 +386,7 @@ def test_what_a_search_writes(finished: Path) -> None:
 
 
 def test_a_preset_reproduces_its_drift(finished: Path) -> None:
-    """By the pipeline itself, without the harness: the same prompts and seeds have the same MSE."""
+    """The pipeline alone, without the harness, gives the same MSE for the same prompts and seeds."""
     found = json.loads((finished / "front.json").read_text())
     pipe, defaults = load_pipeline("tiny-flux", torch.float32, torch.device("cpu"))
     pipe.set_progress_bar_config(disable=True)
@@ -413,7 +413,7 @@ def test_a_preset_reproduces_its_drift(finished: Path) -> None:
 def test_what_was_found_is_a_file_that_apply_reads(
     techniques: Techniques, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In JSON where PyYAML is missing, which has no place for comments."""
+    """Without PyYAML the file is JSON, which has no comments."""
     if ending == ".json":
         monkeypatch.setattr(report, "find_spec", lambda name: None)
     chosen = Point(Configuration("some", techniques), 0.5, 2.0, Estimate(1.0))
@@ -436,14 +436,14 @@ def test_a_search_of_version_0_1_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def copy_of_times(finished: Path, out: Path) -> None:
-    """Seconds as they were measured, with what says how, and nothing else: what is chosen depends on them."""
+    """Copy only the times and their settings: the choice depends on them, and a second search would measure others."""
     for folder in (finished / "rungs").iterdir():
         shutil.copytree(folder / "timing", out / "rungs" / folder.name / "timing")
         shutil.copy(folder / "run.json", out / "rungs" / folder.name)
 
 
 def work(out: Path, last: str) -> None:
-    """What a child does: it dies once it has written a picture that the pattern `last` matches."""
+    """The work of a child process, which dies once it has written a picture that matches the pattern `last`."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
     def save(picture: Any, path: Path) -> None:
@@ -469,7 +469,7 @@ def test_interruptions_change_nothing(finished: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "preset.yaml").exists()
     tune(SEARCH, tmp_path, resume=True)
     for name in ("preset.yaml", "front.json", "front.md"):
-        # Somebody may commit while tests run.
+        # Ignore commits: one may happen while tests run.
         first, second = (re.sub('"commit": ".*"', "", (out / name).read_text()) for out in (finished, tmp_path))
         assert first == second
 
@@ -492,7 +492,7 @@ def test_what_was_begun_goes_on_only_as_it_was(finished: Path) -> None:
 def test_a_goal_out_of_reach_is_told_with_the_nearest(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first rung is that of another goal: it measures all candidates for any."""
+    """The first rung of another goal is reused: it measures all candidates, whatever the goal."""
     shutil.copytree(finished / "rungs" / "1", tmp_path / "rungs" / "1")
     goal = ["--rungs", "1", "--speed-up", "50", "--metric", "mse"]
     assert main([*COMMAND, *goal, "--resume", "--json", "--out", str(tmp_path)]) == 2
@@ -555,7 +555,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 
 def test_to_go_on_with_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Refused once it is begun: no candidate merges or holds at such a size.
+    # The refusal comes only after the start: no candidate merges or holds at this size.
     options = ["--budget", "mse=9", "--size", "16x16", "--techniques", "toma-tile:levels=9", "--candidates", "2"]
     options += ["--rungs", "1", "--resume", "--out", str(tmp_path / "out")]
     assert main(["tune", "--device", "cpu", *options]) == 2

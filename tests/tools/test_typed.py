@@ -1,4 +1,4 @@
-"""Techniques as people type them: what is read, what is refused, and what a sweep makes of them."""
+"""Techniques as people type them: parsing, refusals and sweeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenmerge.tools.typed import PLAIN, default_techniques, read_configuration
         ("hold", Techniques(hold=Hold())),
         ("  toma  ", Techniques(presets()["toma"])),
         ("hold:every=4", Techniques(hold=Hold(every=4))),
-        # Only together: a window that ends before the preset's own start.
+        # Both values must be read together: the window ends before the preset's own start.
         ("hold:stop=.1,start=0", Techniques(hold=Hold(start=0.0, stop=0.1))),
         ("unet:components=mlp,sites=component", Techniques(Merge(components=("mlp",), sites="component"))),
         ("unet:ratio=.25 + hold", Techniques(Merge(ratio=0.25), Hold())),
@@ -44,7 +44,7 @@ def test_what_is_typed_is_what_is_made(text: str, techniques: Techniques) -> Non
     told = " ".join(rival.name for rival in made.rivals)
     assert told == next((each for each in ("dpm++", "mag", "first-block") if each in text), "")
     assert made.label == ("my own" if "@" in text else made.label)
-    # A label is typed again as the same.
+    # A typed label makes the same configuration.
     again = read_typed(made.label if "@" not in text else text).configuration
     assert again.what == made.what
 
