@@ -1,4 +1,4 @@
-"""What every family must do, on real pipelines with tiny random weights (`zoo.py`)."""
+"""The contract of every family, on real pipelines with tiny random weights (`zoo.py`)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ STEPS = 6
 HOLD = Hold(every=2, start=0.0)
 BOTH = [Merge(), HOLD]
 TECHNIQUES = {"merge": Merge(), "hold": HOLD, "both": BOTH}
-# Merge sites of every denoiser: one per block, three in every list.
+# Merge sites of every denoiser: one per block. Each list of blocks has three.
 SITES = dict.fromkeys(zoo.MODELS, 3) | dict.fromkeys(
     [name for name in zoo.MODELS if name.startswith(("flux", "chroma", "ovis", "longcat", "bria", "auraflow"))], 6
 )
 SITES |= dict.fromkeys(["hunyuanimage", "hunyuanvideo"], 6)
-# UNets, of which blocks have no rows for tokens.
+# UNets, whose blocks have no per-token arguments.
 UNETS = {"kolors": 11, "svd": 7}
 SITES |= UNETS
 TRANSFORMERS = [name for name in zoo.MODELS if name not in UNETS]
-# Without those whose blocks are another's, called alike.
+# Models that share their blocks, and how they call them, with another model are left out.
 COMPILED = [
     name
     for name in zoo.MODELS
@@ -69,7 +69,7 @@ def pipe(built: Any) -> Iterator[Any]:
 
 
 def test_what_does_nothing_equals_plain_and_remove_is_exact(pipe: Any, model: zoo.Model) -> None:
-    # Hold runs two and holds one, of each denoiser.
+    # For each denoiser, Hold runs two steps and holds one.
     steps = 3 * len(zoo.denoisers(pipe))
     plain = zoo.draw(pipe, model, steps=steps)
     attributes = [dict(vars(module)) for denoiser in zoo.denoisers(pipe) for module in denoiser.modules()]
@@ -104,7 +104,7 @@ def test_sites_and_kinds_of_step(pipe: Any, model: zoo.Model, name: str) -> None
 
 
 def test_sizes_and_texts_take_turns(pipe: Any, model: zoo.Model) -> None:
-    """What a size and a length of text came to before does not show."""
+    """Pictures do not depend on the sizes and text lengths drawn before."""
     kinds = [{"size": size, "text": 5 + number} for number, size in enumerate(model.sizes)]
     if model.guidance != "none":
         kinds += [{"guided": False}, {"negative_text": 9}]
@@ -136,7 +136,7 @@ def test_an_image_that_was_broken_off(pipe: Any, model: zoo.Model) -> None:
 
 
 def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
-    """And tells the tokens that are merged when it runs."""
+    """A plan takes a model on the meta device and predicts the token counts of a run."""
     tokenmerge.apply(pipe, Merge())
     zoo.draw(pipe, model, steps=2)
     ran = [group["tokens"] for group in tokenmerge.summary(pipe).groups]
@@ -152,7 +152,7 @@ def test_a_plan_needs_no_weights(pipe: Any, model: zoo.Model) -> None:
     assert tokenmerge.plan(empty, Merge(), height=256, width=256, frames=model.frames).merged_sites
 
 
-# The denoiser by itself: it is given a scheduler's timesteps, without a scheduler.
+# The denoiser alone, called with a scheduler's timesteps but without a scheduler
 
 
 def _time(given: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _time(given: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def rises(built: Any, model: zoo.Model) -> bool:
-    """Whether the times that the pipeline gives its denoisers rise."""
+    """Whether the pipeline's times rise from step to step."""
     seen: list[float] = []
 
     def note(denoiser: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,14 +183,14 @@ def _calls(denoiser: nn.Module, given: dict[str, Any], rises: bool, steps: int =
         moved = {**given, key: given[key] * factor}
         with torch.no_grad():
             output = denoiser(**moved, return_dict=False)
-        # Kandinsky 5 gives out the tensor itself.
+        # Kandinsky 5 returns a bare tensor.
         output = output if isinstance(output, Tensor) else output[0]
         results += output if isinstance(output, list) else [output]
     return results
 
 
 def _sample(given: Any, number: int) -> Any:
-    """One of two samples."""
+    """The arguments of one of two samples."""
 
     def picked(leaf: Any) -> Any:
         two = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == 2
@@ -214,7 +214,7 @@ def _twice(given: Any) -> Any:
 
 
 def _shared(denoiser: nn.Module) -> bool:
-    """Whether a batch shares destinations."""
+    """Whether the samples of a batch share destinations."""
     family = family_of(denoiser)
     return any(each.axis == 0 for block in family.blocks(denoiser) for each in block.kind.ports.per_token)
 
@@ -231,9 +231,9 @@ def test_a_batch_equals_its_singles(pipe: Any, rises: bool, technique: Any) -> N
         singles.append(_calls(denoiser, _sample(given, number), rises))
     tokenmerge.apply(denoiser, technique)
     together = _calls(denoiser, given, rises)
-    # Four steps of one image, also where their times rise.
+    # The four calls are steps of one image, also where times rise.
     assert tokenmerge.summary(denoiser).steps.get("held", 0) == (0 if technique == Merge() else 2)
-    # Z-Image gives out a list of samples.
+    # Z-Image returns a list of samples.
     if len(together) == len(singles[0]):
         expected = [torch.cat(pair) for pair in zip(*singles, strict=True)]
     else:
@@ -244,10 +244,10 @@ def test_a_batch_equals_its_singles(pipe: Any, rises: bool, technique: Any) -> N
 
 
 class Permutation(LinearMethod):
-    """Every token merges into itself alone, in another order: a model must not notice."""
+    """Merges every token into itself alone, in a random order. This must not change pictures."""
 
     def partition(self, grids: Any, technique: Merge) -> Partition:
-        # The drawn image alone, so that tokens that never merge are there too, after it or before.
+        # Only the drawn image merges, so that tokens before or after it that never merge are tested too.
         merged, before, after = drawn_alone(grids)
         return Partition(Layout(*[merged.count] * 4), None, None, "", (merged,), before, after)
 
@@ -265,13 +265,12 @@ class Permutation(LinearMethod):
 @pytest.mark.parametrize("name", TRANSFORMERS, indirect=True)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_follow_their_tokens(pipe: Any, model: zoo.Model, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotary tables, masks and modulations have the rows of the tokens they belong to, of every sample, also where
-    prompts of a batch are padded."""
+    """Rows of rotary tables, masks and modulations follow their tokens in every sample, also with padded prompts."""
     # Lumina 2 cannot merge prompts of different lengths.
     even = model.name == "lumina2" and batch > 1
     options = {"steps": 2, "batch": batch, "text": 6, "negative_text": 9, "padding": 0 if even else 3}
     if model.name.startswith("zimage"):
-        # It pads by itself, to multiples of 32.
+        # Z-Image pads prompts to multiples of 32.
         options |= {"text": 40, "negative_text": 36, "padding": 10}
     plain = zoo.draw(pipe, model, **options)
     for module in (places, groups):
@@ -282,7 +281,7 @@ def test_rows_follow_their_tokens(pipe: Any, model: zoo.Model, batch: int, monke
         with pytest.raises(TokenMergeError, match="prompts of a batch have different lengths"):
             zoo.draw(pipe, model, **{**options, "padding": 3})
     merged = zoo.draw(pipe, model, **options)
-    # Sums in another order round otherwise, and guidance multiplies that. Kandinsky 5 rounds to bfloat16 within.
+    # Sums in another order round differently, and guidance amplifies that. Kandinsky 5 rounds to bfloat16 inside.
     most = 1e-3 if model.name == "kandinsky5" else 1e-5
     assert (merged - plain).norm() < most * plain.norm()
 
@@ -295,7 +294,7 @@ def _graphs(draw: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("name", COMPILED, indirect=True)
 def test_blocks_are_compiled_once(pipe: Any, model: zoo.Model) -> None:
-    """After the first image of a size nothing is compiled anew, and pictures are those of plain Python."""
+    """After the first image of a size nothing is recompiled, and pictures equal those of uncompiled blocks."""
     tokenmerge.apply(pipe, BOTH)
     expected = zoo.draw(pipe, model, steps=STEPS)
     blocks = [block.module for each in zoo.denoisers(pipe) for block in family_of(each).blocks(each)]
@@ -311,10 +310,10 @@ def test_blocks_are_compiled_once(pipe: Any, model: zoo.Model) -> None:
             block._compiled_call_impl = None
 
 
-# What cannot be
+# Limits and refusals
 
 
-# Of models that begin with an image, by those that do not.
+# Variants that take a first frame, under the names of the models that do not.
 CONDITIONED = {
     "kandinsky5": lambda: zoo._kandinsky5(visual_cond=True),
     "wan2.1": lambda: zoo._wan(in_channels=12),
@@ -326,7 +325,7 @@ CONDITIONED = {
 
 @pytest.mark.parametrize("name", CONDITIONED)
 def test_a_first_frame_that_may_be_given_merges_with_no_other(name: str) -> None:
-    """Nothing but a channel's values tells whether it is."""
+    """Only a channel's values show whether a first frame is given, so variants that take one always keep it apart."""
     technique, told = Merge(regions="tile:3x4x4"), []
     for pipe in (zoo.MODELS[name].build(), CONDITIONED[name]()):
         transformer = pipe.transformer
@@ -343,7 +342,7 @@ def test_a_first_frame_that_may_be_given_merges_with_no_other(name: str) -> None
 
 
 def test_sparse_attention_is_held_and_not_merged() -> None:
-    """Kandinsky 5 then keeps tokens in blocks of its own order."""
+    """With sparse attention, Kandinsky 5 keeps tokens in blocks of its own order."""
     transformer = zoo.MODELS["kandinsky5"].build().transformer
     given = family_of(transformer).example(transformer, 1, 16, 16, 3) | {"sparse_params": {"to_fractal": False}}
     tokenmerge.apply(transformer, Merge())

@@ -1,5 +1,8 @@
-"""Pitfalls of single models, each of which went wrong once or would in silence. Those of noise, of regions and of
-merged rows in general are in `runtime/test_noise.py`, `merging/test_laws.py` and `test_contract.py`."""
+"""Pitfalls of single models: each failed once, or would fail silently.
+
+General pitfalls of noise, regions and merged rows are in `runtime/test_noise.py`, `merging/test_laws.py` and
+`test_contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def test_schedulers_that_a_plain_trial_cannot_step_add_noise(name: str) -> None:
 
 
 def test_cogvideox_holds_its_prediction_under_a_scheduler_that_adds_noise() -> None:
-    """Its step takes the last prediction second, where others take the timestep."""
+    """This scheduler's step takes the last prediction as second argument, where others take the timestep."""
     pipe, _ = built("cogvideox-5b")
     pipe.scheduler = diffusers.CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
     with pytest.raises(TokenMergeError, match="CogVideoXDPMScheduler adds noise"):
@@ -70,7 +73,7 @@ def test_times_that_rise_are_the_steps_of_one_image(name: str) -> None:
 
 
 def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
-    """Wan 2.2 TI2V gives a time for every token, which is 0 for those of the image."""
+    """Wan 2.2 TI2V passes a time for every token, which is 0 for tokens of the given image."""
     _, denoiser = built("wan2.2-ti2v-image")
     given = family_of(denoiser).example(denoiser, 1, 8, 8, 3)
     tokens = 3 * 4 * 4
@@ -87,7 +90,7 @@ def test_the_time_of_a_given_first_frame_is_not_that_of_the_step() -> None:
 
 @pytest.mark.parametrize("technique", ["toma-once", Merge(method="tomesd", selection="random")], ids=str)
 def test_where_no_region_fits_both_a_given_frame_is_left_and_the_video_merges(technique: Any) -> None:
-    """Also in the plan: of a pipeline, since the denoiser does not know that every token gets a time."""
+    """The plan agrees. It needs the pipeline: the denoiser alone does not know that every token gets a time."""
     model = zoo.MODELS["wan2.2-ti2v-image"]
     pipe = model.build()
     height, width = model.sizes[0]
@@ -109,7 +112,7 @@ def test_where_no_region_fits_both_a_given_frame_is_left_and_the_video_merges(te
 
 
 def test_text_of_two_lengths_in_one_step() -> None:
-    """Qwen's two calls of a step have texts of their own length: their residuals must not meet."""
+    """Qwen's two calls of a step have texts of different lengths, and their residuals must not mix."""
     pipe, _denoiser = built("qwen")
     model = zoo.MODELS["qwen"]
     tokenmerge.apply(pipe, HOLD)
@@ -119,11 +122,11 @@ def test_text_of_two_lengths_in_one_step() -> None:
     assert torch.equal(zoo.draw(pipe, model, steps=6, text=5, negative_text=9), found)
 
 
-# Pipelines that differ from one in the contract by how they call
+# Pipelines that call a denoiser of the contract in another way
 
 
 def test_the_first_of_the_editing_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
-    # It makes pictures and references of a megapixel.
+    # By default this pipeline draws pictures and scales references to a megapixel.
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (32, 32, None))
     model = zoo.MODELS["qwen-edit-plus"]
     pipe = zoo._pipeline("QwenImageEditPipeline", **zoo._qwen_parts())
@@ -162,7 +165,7 @@ def test_ragged_tiles_of_real_sizes_straddle_neither_images_nor_frames(spec: str
     assert bool((frames == frames[:, :1]).all())
 
 
-# What cannot be merged, and what is held nonetheless
+# Calls that cannot be merged, most of which can be held
 
 
 def test_image_to_video_by_token_replacement_is_held_and_not_merged() -> None:
@@ -184,7 +187,7 @@ def uneven_text(given: dict[str, Any]) -> dict[str, Any]:
 
 
 UNMERGEABLE = {
-    # Of the same number of tokens.
+    # Both images have 64 tokens.
     "qwen": (lambda given: {"img_shapes": [[(1, 8, 8)], [(1, 4, 16)]]}, "batch have images of different sizes"),
     "zimage": (lambda given: {"x": [given["x"][0], given["x"][1][:, :, :8]]}, "batch have different sizes"),
     "zimage-turbo": (
@@ -233,7 +236,7 @@ def test_conditions_of_ltx_lie_on_no_grid_and_are_held() -> None:
 
 
 def test_calls_that_fill_a_cache_of_keys_and_values_are_not_merged() -> None:
-    """As klein does with its reference images."""
+    """FLUX.2 klein makes such calls for its reference images."""
     _, denoiser = built("flux2-klein")
     given = family_of(denoiser).example(denoiser, 1, 16, 16)
     tokenmerge.apply(denoiser, Merge())
@@ -242,7 +245,7 @@ def test_calls_that_fill_a_cache_of_keys_and_values_are_not_merged() -> None:
 
 
 def test_what_a_controlnet_shares_with_its_denoiser_is_left_alone() -> None:
-    """That of Z-Image runs the denoiser's noise refiner, outside of its calls."""
+    """Z-Image's ControlNet runs the denoiser's noise refiner outside the denoiser's calls."""
     pipe, denoiser = built("zimage-controlnet")
     shared = {id(module) for module in pipe.controlnet.modules()} & {id(module) for module in denoiser.modules()}
     tokenmerge.apply(pipe, [Merge(), HOLD])
@@ -258,7 +261,7 @@ def test_what_a_controlnet_shares_with_its_denoiser_is_left_alone() -> None:
 
 @pytest.mark.parametrize("name", ["wan2.1", "flux1-kontext"])
 def test_all_blocks_in_a_row_have_one_residual(name: str) -> None:
-    """A block of Wan at 720p would take 0.8 GB for each."""
+    """A run keeps one residual. For Wan at 720p, one per block would take 0.8 GB each."""
     pipe, denoiser = built(name)
     tokenmerge.apply(pipe, HOLD)
     zoo.draw(pipe, zoo.MODELS[name], steps=4, guided=False)

@@ -1,4 +1,4 @@
-"""Tables of families say what their models' forwards say, and a call is read alike however its arguments come."""
+"""Tables of families match their models' forwards, and a call is read alike by name and by position."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def taken(function: Any) -> list[str]:
 
 
 def ports_of(denoiser: nn.Module) -> Iterator[tuple[nn.Module, Ports]]:
-    """Every module that tokens enter, with what its table says."""
+    """Every module that tokens enter, with its ports from the table."""
     for block in family_of(denoiser).blocks(denoiser):
         yield block.module, block.kind.ports
         inside, listed = dict(block.module.named_modules()), [*block.kind.components.values(), block.kind.keys_values]
         for component in (part for parts in listed for part in parts):
-            # Optional ones are not there in every block.
+            # Some blocks lack optional components.
             if component.entry in inside:
                 yield inside[component.entry], component.ports
     for stage in (family_of(denoiser).stages or (lambda _: []))(denoiser):
@@ -83,7 +83,7 @@ def example(denoiser: nn.Module) -> dict[str, Any]:
 
 
 def positional(denoiser: nn.Module, given: dict[str, Any]) -> tuple[Any, ...]:
-    """As many as come one after the other; others have their defaults."""
+    """All arguments in order, with defaults for those that are not given."""
     parameters = inspect.signature(denoiser.forward).parameters
     return tuple(given.get(name, parameter.default) for name, parameter in parameters.items())
 
@@ -143,7 +143,7 @@ def test_models_are_told_by_their_denoisers() -> None:
 
 
 def test_pipelines_of_tables_are_tested() -> None:
-    """By one of the tiny pipelines; that tables name all of those is in the contract. Or among pitfalls."""
+    """Tests build every pipeline that a table names. The contract tests that tables name those of `zoo.py`."""
     tested = {pipeline.__name__ for pipeline in tiny._PIPELINES.values()}
     files = (Path(tiny.__file__).with_name("zoo.py"), Path(__file__).with_name("test_pitfalls.py"))
     built = "".join(file.read_text(encoding="utf-8") for file in files)

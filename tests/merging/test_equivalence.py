@@ -1,7 +1,7 @@
-"""Merged pipelines equal a second, plain implementation of ToMA: loops over samples and regions, blocks written out.
+"""Merged pipelines equal a second implementation of ToMA, in plain loops over samples and regions.
 
-Nothing here uses the package's operations. Forwards of blocks are replaced by the formulas of this file, in a pipeline
-of its own, and images are compared.
+This file writes out the formulas of every block and uses none of the package's operations. One pipeline runs these
+formulas, another runs Merge, and their images are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIDE = 4  # regions are SIDE x SIDE tiles
 
 
 class Tie(Exception):
-    """Rounding would decide the selection, and a comparison would mean nothing."""
+    """Rounding would decide the selection, so a comparison would mean nothing."""
 
 
 def plain_similarity(first: np.ndarray, second: np.ndarray, kind: str) -> np.ndarray:
@@ -34,7 +34,7 @@ def plain_similarity(first: np.ndarray, second: np.ndarray, kind: str) -> np.nda
 
 
 def plain_selection(similarities: list[np.ndarray], count: int) -> list[int]:
-    """Greedy facility location over candidates that all samples share, for the sum of the samples' gains."""
+    """Greedy facility location with destinations that all samples share: it maximises the sum of their gains."""
     size = similarities[0].shape[0]
     covered = [None] * len(similarities)
     chosen: list[int] = []
@@ -49,7 +49,7 @@ def plain_selection(similarities: list[np.ndarray], count: int) -> list[int]:
                 else np.maximum(similarity[:, candidate] - cover, 0).sum()
                 for similarity, cover in zip(similarities, covered, strict=True)
             )
-        # Candidates that gain exactly nothing tie exactly, and the lowest index wins; rounding decides any other tie.
+        # Candidates with a gain of exactly 0 tie exactly, and the lowest index wins. Rounding decides any other tie.
         second, best = np.sort(gains)[-2:]
         if best != 0 and best - second < 1e-5:
             raise Tie
@@ -84,14 +84,14 @@ class PlainMap:
         self.weigh(tokens)
 
     def pairs(self, tokens: Tensor) -> list[list[np.ndarray]]:
-        """Similarities by sample and tile."""
+        """Similarity matrices by sample and tile."""
         numbers = tokens.detach().double().numpy()
         return [
             [plain_similarity(sample[tile], sample[tile], self.similarity) for tile in self.tiles] for sample in numbers
         ]
 
     def weigh(self, tokens: Tensor) -> None:
-        """Per sample and tile: [k, n], columns sum to 1."""
+        """Makes the weights [k, n] of every sample and tile. Columns sum to 1."""
         self.spread: list[list[Tensor]] = []
         for pairs, chosen in zip(self.pairs(tokens), self.chosen, strict=True):
             logits = [pair[places] / self.temperature for pair, places in zip(pairs, chosen, strict=True)]
@@ -123,7 +123,7 @@ class PlainMap:
 
 
 class PlainMaps:
-    """The map of every group. At each call of the denoiser it is kept, weighed anew or selected anew."""
+    """One map per group. Each call of the denoiser keeps, reweighs or selects it."""
 
     def __init__(self, denoiser: nn.Module, each_call: str = "keep", **options: Any) -> None:
         self.options = options
@@ -145,7 +145,7 @@ Forward = Callable[..., Any]
 
 
 def unet_component(block: nn.Module, maps: PlainMaps) -> Forward:
-    """BasicTransformerBlock with every component merged by itself; a group is a level, told by its token count."""
+    """BasicTransformerBlock with each component merged alone. Groups are levels, which differ in token count."""
 
     def forward(tokens: Tensor, encoder_hidden_states: Tensor, **_: Any) -> Tensor:
         normed = block.norm1(tokens)
@@ -160,7 +160,7 @@ def unet_component(block: nn.Module, maps: PlainMaps) -> Forward:
 
 
 def sd3_component(block: nn.Module, maps: PlainMaps) -> Forward:
-    """JointTransformerBlock, with or without its second attention, with or without a text output."""
+    """JointTransformerBlock, with or without a second attention, with or without a text output."""
 
     def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, **_: Any) -> Any:
         tokens, text = hidden_states, encoder_hidden_states
@@ -232,7 +232,7 @@ COMPONENT = {"sd": unet_component, "sdxl": unet_component, "sd3": sd3_component,
 
 
 def merged_block(block: nn.Module, maps: PlainMaps) -> Forward:
-    """Any block as a whole: it runs on merged tokens, and what it changed in them is unmerged."""
+    """Any block, merged as a whole: it runs on merged tokens, and its residual is unmerged."""
     original = block.forward
 
     def forward(hidden_states: Tensor, **others: Any) -> Any:
@@ -264,8 +264,8 @@ def merge_plainly(pipe: Any, kind: str, sites: str, maps: PlainMaps) -> None:
         block.forward = COMPONENT[kind](block, maps) if sites == "component" else merged_block(block, maps)
 
 
-# Cosines tie wherever two tokens are each other's nearest (either gains the same), so few are kept of every region;
-# dot products do not.
+# With cosines, two tokens that are each other's nearest tie: either gains the same. So the cosine setting keeps few
+# tokens in every region. Dot products have no such ties.
 SETTINGS = [
     {"ratio": 0.875, "similarity": "cosine", "temperature": 0.001},
     {"ratio": 0.5, "similarity": "dot", "temperature": 0.1},

@@ -1,4 +1,4 @@
-"""Gradients through merged tokens: of the operations, and of whole denoisers in training."""
+"""Gradients through merging are right: those of the operations, and those of whole denoisers in training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = {
     "random": Merge(method="random", regions="tile:2x2"),
     **{name: preset(name) for name in ("tomesd", "tofu", "todo", "pool")},
 }
-# Flux has one rotary table for queries and keys, and blocks that are merged as a whole.
+# SDXL takes every method. Flux adds rotary tables and blocks that are merged as a whole.
 CASES = [("flux", "toma"), ("flux", "random"), ("flux", "tomesd"), *(("sdxl", name) for name in METHODS)]
 
 
@@ -60,7 +60,7 @@ def test_clusters_have_the_gradients_of_their_values(rule: str) -> None:
 
 
 class Trained:
-    """A denoiser in training, and arguments of its calls."""
+    """A denoiser in training, called with random inputs."""
 
     def __init__(self, kind: str, technique: Any = None) -> None:
         self.denoiser: nn.Module = tiny.denoiser_of(tiny.build(kind)).train().requires_grad_(True)
@@ -68,7 +68,7 @@ class Trained:
             tokenmerge.apply(self.denoiser, technique)
 
     def call(self, seed: int = 0, timestep: float = 0.5) -> Tensor:
-        """The mean square of what the denoiser makes of random inputs."""
+        """Mean square of the denoiser's output for random inputs."""
         torch.manual_seed(seed)
         given = family_of(self.denoiser).example(self.denoiser, 2, 16, 16)
         given = {
@@ -80,7 +80,7 @@ class Trained:
 
     @property
     def counts(self) -> list[tuple[int, int]]:
-        """How often maps were selected and weighed in this image, by group."""
+        """How often each group's map was selected and weighed in this image."""
         return [(group.selections, group.weighings) for group in self.denoiser._tokenmerge.merging.groups]
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def test_checkpointed_gradients_are_those_of_plain_ones(kind: str, method: str) 
 
 
 def test_blocks_in_a_backward_pass_do_what_their_own_call_did() -> None:
-    """Without that they would not merge, or would read the maps of another call."""
+    """Checkpointed blocks run again in the backward pass. There they merge by the maps of their own call."""
     model = Trained("flux", METHODS["toma"])
     model.denoiser.enable_gradient_checkpointing()
     first = model.call(seed=1)
@@ -123,7 +123,7 @@ def test_blocks_in_a_backward_pass_do_what_their_own_call_did() -> None:
     with torch.no_grad():
         model.call(seed=2)
     assert_equal(kept, model.gradients(first), rtol=0.0, atol=0.0)
-    # And what comes after is told nothing of it.
+    # After the backward pass, a block that is called alone runs on all tokens.
     (block,) = model.denoiser.transformer_blocks[-1:]
     tokens, text = torch.zeros(1, 64, 16), torch.zeros(1, 5, 16)
     temb, rotary = torch.zeros(1, 16), tuple(torch.zeros(69, 8) for _ in range(2))
@@ -132,14 +132,14 @@ def test_blocks_in_a_backward_pass_do_what_their_own_call_did() -> None:
     assert torch.equal(merged[1], block(tokens, text, temb, rotary)[1])
 
 
-# What inductor compiles overwrites maps in place, so earlier blocks need checkpoints.
+# Code compiled by inductor overwrites maps in place, so earlier blocks need checkpoints.
 @pytest.mark.parametrize(("backend", "checkpointed"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)])
 def test_compiled_blocks_have_the_same_gradients(backend: str, checkpointed: bool) -> None:
     model = Trained("flux", METHODS["toma"])
     plain = model.gradients(model.call(seed=1) + model.call(seed=2))
     torch.compiler.reset()
     joint, single = model.denoiser.transformer_blocks, model.denoiser.single_transformer_blocks
-    # Inductor takes long for each kind of block, and what it overwrites is the same for all.
+    # Inductor is slow and overwrites the same tensors in every kind of block, so one kind is enough.
     for block in single if backend == "inductor" else (*joint, *single):
         block.compile(backend=backend, fullgraph=True)
     if checkpointed:
@@ -168,7 +168,7 @@ def test_every_call_of_training_is_a_picture_by_itself() -> None:
         model.call(timestep=timestep)
     told = tokenmerge.summary(model.denoiser)
     assert (told.steps, [group["selected"] for group in told.groups]) == ({"merged": 1}, [1, 1])
-    # In pictures maps are reused.
+    # Outside training, calls are steps of one picture and reuse its maps.
     model.denoiser.eval()
     with torch.no_grad():
         for timestep in (0.9, 0.5, 0.4):
@@ -193,7 +193,7 @@ def test_pictures_after_training_are_those_before_it() -> None:
 
 
 def test_inference_keeps_its_tensors() -> None:
-    """CUDA graphs read them where they lay."""
+    """Maps keep their addresses, because CUDA graphs read them there."""
     model = Trained("flux", METHODS["toma"])
     model.denoiser.eval()
     places = []

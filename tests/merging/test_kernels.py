@@ -1,11 +1,11 @@
-"""Kernels against the reference: on a CUDA device for real, elsewhere in Triton's interpreter.
+"""Kernels agree with the reference: on a CUDA device where there is one, elsewhere in Triton's interpreter.
 
 The tolerance law: a kernel may be at most twice as far from the exact result as plain PyTorch is in the same dtype,
 plus one rounding. Outputs and scratch buffers are poisoned first. Selections are compared by coverage, since rounding
 decides near ties, and by indices where every turn has a clear winner.
 
 Triton decides at its first import whether it interprets, and other tests may have imported it by then. So on a CPU the
-tests run in a process of their own; this one compiles the kernels for the GPUs they are meant for, which needs none.
+tests run in a separate process. This process compiles the kernels for the GPUs they target, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tokenmerge.merging.ops.kernels import merging, selection, weighing
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-# The interpreter is wrong for bf16.
+# Triton's interpreter gives wrong results in bf16.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * CUDA
 
-# Of similarities; the softmax divides it by the temperature.
+# Rounding error of similarities. The softmax divides it by the temperature.
 FP32_ROUNDING = torch.finfo(torch.float32).eps
 
-# Grid, regions, ratio, channels: tiles, ragged tiles, stripes and whole; sizes that fill a block and that do not;
-# products of several steps.
+# Grid, regions, ratio, channels. They cover tiles, ragged tiles, stripes and whole grids, sizes that do and do not fill
+# a block, and matrix products of several steps.
 CASES = [
     (TokenGrid(8, 8), "tile:4x4", 0.5, 32),
     (TokenGrid(6, 10), "tile:4x4", 0.5, 37),
@@ -67,7 +67,7 @@ REAL = [
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every buffer that kernels allocate is full of NaN, or of an index that is nowhere."""
+    """Fills every buffer that kernels allocate with NaN or an index out of bounds, so that unwritten elements show."""
 
     def poison(make: Any) -> Any:
         def filled(*args: Any, **kwargs: Any) -> Tensor:
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_the_reference(
         tokens, after, entered = (each.to(to).requires_grad_() for each in given)
         fewer = module.merge(tokens, order, merge.to(to))
         whole = module.unmerge(after, order, inverse, unmerge.to(to), tokens, entered)
-        # Other weights for every element, so that no two gradients are alike.
+        # Every element has its own factor, so that no two gradients are alike.
         scales = [torch.linspace(-1, 1, each.numel(), dtype=to, device=DEVICE).view_as(each) for each in (fewer, whole)]
         pairs = zip((fewer, whole), scales, strict=True)
         return list(torch.autograd.grad(sum((each * scale).sum() for each, scale in pairs), (tokens, after, entered)))
@@ -234,7 +234,7 @@ def test_compiled_code_sees_one_graph(backend: str) -> None:
         return kernels.unmerge(merged.sin(), order, inverse, unmerge, tokens)
 
     torch._dynamo.reset()
-    # Inductor compiles once, for all of these sizes.
+    # With dynamic shapes, inductor compiles once for all of these sizes.
     compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=True if backend == "inductor" else None)
     for channels in (8, 24, 40):
         tokens = random(2, 60, channels)
@@ -257,7 +257,7 @@ def test_operators_are_well_formed() -> None:
 def exact_weights(
     tokens: Tensor, order: Tensor | None, destinations: Tensor, similarity: str, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`reference.weigh` in fp64, for destinations that attract somebody."""
+    """`reference.weigh` in fp64, for destinations that attract at least one token."""
     batch, _, channels = tokens.shape
     _, regions, count = destinations.shape
     values = tokens.double()
@@ -284,7 +284,7 @@ def test_weigh(
     partition = partition_of(grid, regions, ratio)
     layout, order = partition.layout, partition.order
     tokens = random(2, grid.count, channels, dtype=dtype)
-    # Alternately one selection for each sample and one for all.
+    # Some cases share one selection among all samples.
     shared = channels % 3 == 1
     chosen = reference.select(tokens, order, layout.select_regions, layout.select_count, shared=shared)
     arguments = {"similarity": similarity, "temperature": temperature}
@@ -309,7 +309,7 @@ def test_weigh_hard_tokens_as_the_reference_does(kind: str, size: int) -> None:
     elif kind == "identical":
         tokens[:] = tokens[:, :1].clone()
     else:
-        # By dot product the small destination is nobody's choice, not even its own.
+        # By dot product no token prefers the small destination, not even that destination itself.
         similarity = "dot"
         tokens = tokens.abs()
         tokens[:, 1] *= 1e-3
@@ -324,7 +324,7 @@ def test_weigh_hard_tokens_as_the_reference_does(kind: str, size: int) -> None:
         assert torch.equal(results[0][:, 0, 1], F.one_hot(torch.tensor([1, 1]), size).to(results[0]))
 
 
-# How a selection is run: similarity in registers, in a scratch buffer, or made before.
+# Where a selection keeps similarity: in registers, in a scratch buffer, or computed beforehand.
 PATHS = {"registers": {}, "scratch": {"_REGISTER_SIZE": 0}, "given": {"_REGISTER_SIZE": 0, "_SCRATCH_SIZE": 0}}
 
 
@@ -338,10 +338,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def assert_covers(
     chosen: Tensor, tokens: Tensor, partition: Partition, similarity: str = "cosine", shared: bool = False
 ) -> None:
-    """A greedy choice: in the right regions, no token twice, and each pick the best of its turn to rounding.
+    """A greedy selection: in the right regions, no token twice, and each pick the best of its turn up to rounding.
 
-    Which of two nearly equal tokens a turn takes is open, and later turns depend on it, so neither the picks nor the
-    coverage they reach need be the reference's.
+    A turn may take either of two nearly equal tokens, and later turns depend on that choice. So neither the picks nor
+    their coverage need equal the reference's.
     """
     layout, order = partition.layout, partition.order
     assert chosen.shape == (1 if shared else len(tokens), layout.select_regions, layout.select_count)
@@ -355,7 +355,7 @@ def assert_covers(
     if shared:
         pairs = pairs.transpose(0, 1).flatten(1, 2)[None]
     picks = places % layout.select_size
-    # A gain sums the similarity to every source, each right to a few roundings of fp32 and of fixed point.
+    # A gain sums similarities to all sources, each off by a few roundings of fp32 and fixed point.
     allowed = 1e-5 * pairs.shape[-2] * pairs.abs().amax((-2, -1)).clamp_min(1e-30)
     covered: Tensor | None = None
     for turn in range(layout.select_count):
@@ -418,7 +418,7 @@ def test_ties_go_to_the_lowest_index(shared: bool, path: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_rounding_does_not_decide_in_small_regions(size: int, shared: bool, path: str) -> None:
     """A token's similarity to itself is 1 only up to rounding."""
-    # The interpreter takes a tenth of a second for each.
+    # The interpreter takes a tenth of a second per region.
     regions = 24 if CUDA else 6
     tokens = random(2, regions * size, 64)
     moved = tokens * (1 + 1e-7 * random(*tokens.shape, seed=1))
@@ -430,7 +430,7 @@ def test_rounding_does_not_decide_in_small_regions(size: int, shared: bool, path
 
 
 def least_lead(pairs: Tensor, count: int) -> float:
-    """By how much the winner of a greedy turn leads, at least; pairs: [m, n]."""
+    """Smallest lead of a greedy turn's winner over the second, given similarities `pairs` [m, n]."""
     covered = torch.full(pairs.shape[:1], -1e3, dtype=pairs.dtype)
     taken: list[int] = []
     lead = math.inf
@@ -480,7 +480,7 @@ def test_other_selections_are_those_of_the_reference(selection: str) -> None:
     ids=["default", "nested", "lower-bound"],
 )
 def test_a_map_of_kernels_is_a_map(technique: Merge) -> None:
-    """Methods and maps take either module: every unmerged constant is that constant."""
+    """Methods and maps work on kernels as on the reference: constants survive, and restored tokens are equal."""
     ops, description = backend_for(technique.backend, DEVICE)
     assert (ops, description) == (kernels, "triton")
     partition = partition_grids((TokenGrid(8, 16),), technique).to(DEVICE)
@@ -513,7 +513,7 @@ def test_at_real_sizes(
     tokens = image_like(batch, grid, channels).to(dtype)
     chosen = kernels.select(tokens, order, layout.select_regions, layout.select_count)
     if regions == "whole":
-        # The reference would take a minute to compare with.
+        # A comparison with the reference would take a minute.
         assert bool((chosen.sort(-1).values.diff(dim=-1) > 0).all())
     else:
         assert_covers(chosen, tokens, partition)
@@ -535,7 +535,7 @@ def test_results_do_not_move_under_load(regions: str) -> None:
     tokens = image_like(2, TokenGrid(64, 64), 640).to(torch.bfloat16)
     chosen = kernels.select(tokens, order, layout.select_regions, layout.select_count)
     weights = kernels.weigh(tokens, order, chosen)
-    # Matrix units that others keep busy finish late what a program has given them.
+    # While another stream keeps matrix units busy, a kernel's products finish late, which exposes races.
     other, busy = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=DEVICE)
     for _ in range(200):
         with torch.cuda.stream(other):
@@ -614,7 +614,7 @@ def test_auto_takes_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Compiler:
-    """Stands in for a kernel, and compiles its launches for a GPU that need not be there."""
+    """Stands in for a kernel and compiles its launches for a GPU that need not be present."""
 
     def __init__(self, kernel: Any, capability: int) -> None:
         self.kernel = kernel
@@ -642,7 +642,7 @@ class Compiler:
             source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=hints)
             target = GPUTarget("cuda", self.capability, 32)
             compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
-            # What a program may have on the GPUs with least, the consumer ones of this generation.
+            # Shared memory of a program on consumer GPUs, which have the least of their generation.
             assert compiled.metadata.shared <= 99 * 1024
             for buffers, ahead in pipelines(compiled.asm["ttgir"]):
                 assert buffers > ahead, f"{self.kernel.__name__} loads into what a product still reads"
@@ -651,11 +651,13 @@ class Compiler:
 
 
 def pipelines(code: str) -> Iterator[tuple[int, int]]:
-    """Of every operand in a loop whose matrix product may still run while the loop loads ahead: how many buffers it has
-    and how many loads ahead there are. With no more buffers than those, the last load goes where the product reads: a
-    race that results hardly ever show."""
+    """Counts of buffers and of loads ahead, for every operand of a product that may still run while its loop loads.
+
+    With no more buffers than loads ahead, the last load overwrites an operand that the product still reads. Results
+    hardly ever show this race.
+    """
     lines = code.splitlines()
-    # Buffers by their views, which come one from another.
+    # The parent of each view: a buffer or another view.
     views = dict(re.findall(r"(%\S+) = ttg\.memdesc_(?:index|trans) (%[\w#:]+)", code))
     counts = dict(re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code))
 
@@ -681,10 +683,10 @@ def pipelines(code: str) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize(("capability", "dtype"), [(89, torch.float16), (90, torch.bfloat16), (100, torch.bfloat16)])
 def test_kernels_compile(capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter accepts what the compiler may not."""
+    """The compiler may refuse code that the interpreter accepts."""
     for module in (selection, weighing, merging):
         for name, kernel in list(vars(module).items()):
-            # One that others call from theirs is compiled with those.
+            # An imported kernel is compiled with the kernels that call it.
             if name.endswith("_kernel") and kernel.__module__ == module.__name__:
                 monkeypatch.setattr(module, name, Compiler(kernel, capability))
     bfloat = dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Laws of token merging, over random shapes, dtypes, ratios and partitions, and over tokens that are hard to handle."""
+"""Laws of token merging hold for random shapes, dtypes, ratios and partitions, and for tokens hard to handle."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tokenmerge.runtime.clock import Clock
 from tokenmerge.runtime.timeline import MERGED, Step
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Rows of weights are rounded to the tokens' dtype, so their sums are off by as much.
+# Weights are rounded to the tokens' dtype, so the sum of a row is off by up to this much.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KINDS = ("plain", "clustered", "identical", "zero", "nan")
 
 grids = st.builds(TokenGrid, st.integers(1, 14), st.integers(1, 14))
 videos = st.builds(TokenGrid, st.integers(1, 12), st.integers(1, 12), st.integers(1, 6))
-# Of one sequence: of any sizes, or of one size and any length, as a picture before a video is.
+# Grids of one sequence: of any sizes, or of one size and any lengths, such as a picture before a video.
 sequences = st.one_of(
     st.lists(videos, min_size=1, max_size=3).map(tuple),
     st.builds(
@@ -62,7 +62,7 @@ seeds = st.integers(0, 2**31)
 
 @st.composite
 def tokens(draw: st.DrawFn, count: int, kinds: tuple[str, ...] = KINDS, batch: int | None = None) -> Tensor:
-    """[B, count, C] of one of the kinds that real models and broken ones produce."""
+    """Tokens [B, count, C] of one of the kinds that real and broken models produce."""
     kind = draw(st.sampled_from(kinds))
     generator = torch.Generator().manual_seed(draw(seeds))
     size = (batch or draw(st.integers(1, 3)), count, draw(st.integers(1, 9)))
@@ -92,7 +92,7 @@ def make_map(values: Tensor, grid: TokenGrid, technique: Merge, shared: bool = F
 
 
 def assert_refused_rightly(given_grids: tuple[TokenGrid, ...], technique: Merge) -> None:
-    """Only merging regions that are finer than selection regions, or of another kind or depth, need not be unions."""
+    """A refusal is right only for merging regions finer than selection regions, or of another kind or depth."""
     wish, has = technique.merge_in, technique.select_in
     merging = merging_grids(given_grids, technique)
     finer = region_size(merging, wish, technique.ratio) < region_size(merging, has, technique.ratio)
@@ -176,7 +176,7 @@ def test_split_and_join_are_inverse_on_every_grid(grid: TokenGrid, spec: str, da
 @settings(max_examples=300, deadline=None)
 @given(grid=st.builds(TokenGrid, st.integers(2, 90), st.integers(2, 90)), side=st.sampled_from((4, 8)))
 def test_tiles_are_compact_on_every_grid(grid: TokenGrid, side: int) -> None:
-    """No region of a tiling reaches much further than the square it stands for, however odd the grid."""
+    """No tile extends much further than the square it stands for, however odd the grid."""
     partition = partition_grids((grid,), Merge(regions=f"tile:{side}x{side}"))
     size = partition.layout.select_size
     assert partition.order is not None
@@ -186,7 +186,7 @@ def test_tiles_are_compact_on_every_grid(grid: TokenGrid, side: int) -> None:
         other = grid.count // length
         # Where the other side of the grid is short, a region of this size must be long.
         needed = max(math.sqrt(size), size / other)
-        # A band may be half as high again as the tile, and a run that turns into the next band covers two of them.
+        # A band may be 1.5 times as high as the tile, and a region that continues in the next band covers both.
         assert extent <= 3 * needed + 2
 
 
@@ -237,7 +237,7 @@ def test_selection_never_takes_a_destination_twice_and_is_deterministic(
 def test_greedy_reaches_its_share_of_the_best_coverage(data: st.DataObject, count: int) -> None:
     values = data.draw(tokens(count, kinds=("plain", "clustered", "identical", "zero"), batch=1)).float()
     wanted = data.draw(st.integers(1, min(count, 4)))
-    # The bound holds for similarities that are not negative.
+    # The bound holds only where no similarity is negative.
     similarity = reference.pairwise_similarity(values[:, None], "cosine").clamp_min(0)
     greedy = reference.coverage(similarity, reference.select_destinations(similarity, wanted)).item()
     best = max(
@@ -259,7 +259,7 @@ def test_gains_never_rise(data: st.DataObject, count: int) -> None:
 
 
 def test_each_pick_is_the_best_one_left() -> None:
-    """Against a plain loop that tries every candidate. Two tokens nearest to each other are a true tie, so by value."""
+    """A plain loop tries every candidate. It compares values, since tokens that are each other's nearest truly tie."""
     similarity = reference.pairwise_similarity(torch.randn(2, 3, 12, 5), "cosine")
     chosen = reference.select_destinations(similarity, 6)
     for sample, region in itertools.product(range(2), range(3)):
@@ -291,7 +291,7 @@ def test_ties_go_to_the_lowest_index() -> None:
 
 @pytest.mark.parametrize("size", [16, 64, 256])
 def test_rounding_does_not_decide_between_nearest_tokens(size: int) -> None:
-    """Tokens in pairs: with half of them kept, each pair ties, and the lower index wins, however sums are rounded."""
+    """Tokens come in pairs, which tie when half of them are kept. The lower index wins, however sums are rounded."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(1, size // 2, 40, generator=generator)
     tokens = torch.stack([base, base + 0.05 * torch.randn(base.shape, generator=generator)], dim=2).flatten(1, 2)
@@ -304,7 +304,7 @@ def test_rounding_does_not_decide_between_nearest_tokens(size: int) -> None:
     assert torch.equal(batched[1:2], first)
 
 
-# Of few tokens, where ties are many.
+# Number of regions that have few tokens, where ties are frequent.
 SMALL_REGIONS = 2048
 
 
@@ -374,7 +374,7 @@ def test_weights_are_means_and_constants_survive(
     whole: bool,
     data: st.DataObject,
 ) -> None:
-    """Rows of both maps sum to 1, so that merging and unmerging a constant gives that constant, whatever the tokens."""
+    """Rows of merge and unmerge weights sum to 1, so constants survive merging and unmerging, whatever the tokens."""
     values = data.draw(tokens(grid.count))
     technique = Merge(
         ratio=ratio,
@@ -405,7 +405,7 @@ def test_weights_are_means_and_constants_survive(
 @given(grid=grids, spec=regions, data=st.data())
 def test_ratio_zero_is_the_identity(grid: TokenGrid, spec: str, data: st.DataObject) -> None:
     values = torch.randn(2, grid.count, 6, generator=torch.Generator().manual_seed(data.draw(seeds)))
-    # Distinct tokens, so that each is nearest to itself.
+    # Tokens are distinct, so each is nearest to itself.
     merge_map = make_map(values, grid, Merge(ratio=0.0, regions=spec, temperature=1e-6))
     assert merge_map.layout.merged == grid.count
     restored = merge_map.unmerge(merge_map.merge(values))
@@ -488,20 +488,20 @@ def test_several_images_of_one_sequence_are_cut_separately_where_tiles_fit() -> 
 
 
 def in_regions(order: Tensor | None, count: int, size: int) -> Tensor:
-    """Token indices [R, size], of all `count` tokens once."""
+    """Token indices by region, [R, size]. Each of the `count` tokens must occur once."""
     order = torch.arange(count) if order is None else order
     assert torch.equal(order.sort().values, torch.arange(count))
     return order.view(-1, size)
 
 
 def slab_numbers(grid: TokenGrid, depth: int) -> list[int]:
-    """The slab of every frame: of `depth` frames each, but for fewer that come first where that does not divide."""
+    """The slab number of every frame. Slabs have `depth` frames; frames that are left over come first, as slab 0."""
     left_over = grid.frames % depth
     return [0 if frame < left_over else 1 + (frame - left_over) // depth for frame in range(grid.frames)]
 
 
 def assert_regions_keep_apart(places: Tensor, merging: tuple[TokenGrid, ...], wished: Regions) -> None:
-    """No region [R, n] has tokens of two grids, nor a tile those of two slabs; it has as many of each frame."""
+    """No region of `places` [R, n] mixes grids, and no tile mixes slabs. A tile takes equally many of each frame."""
     number = torch.cat([torch.full((grid.count,), number) for number, grid in enumerate(merging)])[places]
     assert bool((number == number[:, :1]).all()), "a region holds tokens of two images"
     if wished.kind != "tile":
@@ -514,7 +514,7 @@ def assert_regions_keep_apart(places: Tensor, merging: tuple[TokenGrid, ...], wi
             frame, spot = divmod(token - offset, grid.area)
             spots.setdefault(frame, set()).add(spot)
         (slab,) = {slabs[frame] for frame in spots}
-        # Of a place, the frames that one region leaves are the next one's.
+        # Two regions may divide the frames of one spot, so their counts per frame may differ by 1.
         sizes = {len(spots.get(frame, ())) for frame, each in enumerate(slabs) if each == slab}
         assert max(sizes) - min(sizes) <= 1
         if len(region) % slabs.count(slab) == 0:
@@ -610,10 +610,10 @@ def test_nor_does_a_merging_region(
         # 64 and 49 tokens share no divisor but 1.
         ((TokenGrid(8, 8), TokenGrid(7, 7)), "tile:4x4", 1),
         ((TokenGrid(8, 8), TokenGrid(7, 7)), "stripe:4", 1),
-        # Alike, but one region would hold both.
+        # Both images have one size, but a single region would hold both.
         ((TokenGrid(8, 8), TokenGrid(8, 8)), "whole", 1),
         ((TokenGrid(8, 8), TokenGrid(8, 8)), "tile:1", 2),
-        # A first frame that may be given, and the video.
+        # A first frame that may be given, then the video.
         ((TokenGrid(8, 8), TokenGrid(8, 8, 3)), "whole", 1),
         ((TokenGrid(8, 8), TokenGrid(8, 8, 3)), "stripe:1", 1),
     ],
@@ -656,7 +656,7 @@ def test_tiles_span_frames_where_asked(frames: int, spec: str, description: str)
 @pytest.mark.parametrize(
     ("given_grids", "description"),
     [
-        # Wan at 720p, with 81 and 121 frames, all alike and with a first one that is given; at 480p; odd areas.
+        # Wan at 720p with 81 and 121 frames, without and with a given first frame; Wan at 480p; odd areas.
         ((TokenGrid(45, 80, 21),), "120 tiles of 3x10, 2400 tiles of 2x3x5"),
         ((TokenGrid(45, 80), TokenGrid(45, 80, 20)), "120 tiles of 3x10, 2400 tiles of 2x3x5"),
         ((TokenGrid(45, 80, 31),), "120 tiles of 3x10, 3600 tiles of 2x3x5"),
@@ -689,7 +689,7 @@ def test_tiles_span_frames_of_real_sizes(given_grids: tuple[TokenGrid, ...], des
 )
 @pytest.mark.parametrize("grid", [TokenGrid(8, 8), TokenGrid(32, 2)], ids=str)
 def test_a_model_merges_in_the_regions_that_were_planned(grid: TokenGrid, spec: str, merge_spec: str) -> None:
-    """Through a group, whose tensors are laid out before the grid is known."""
+    """A group makes the planned map, although its tensors are laid out before the grid is known."""
     technique = Merge(ratio=0.5, regions=spec, merge_regions=merge_spec)
     clock = Clock()
     clock.start_image(None)

@@ -1,4 +1,4 @@
-"""`Merge(lora=...)`: a healed LoRA acts in merged steps only, goes without a trace, and fits or is refused."""
+"""`Merge(lora=...)`: a healed LoRA acts in merged steps only, leaves no trace, and is refused where it does not fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Merge]:
 
 
 def outputs(pipe: Any, steps: int = 4) -> list[Tensor]:
-    """What the denoiser gives out at every step of a picture."""
+    """The denoiser's output at every step of a picture."""
     found: list[Tensor] = []
     handle = tiny.denoiser_of(pipe).register_forward_hook(lambda module, args, output: found.append(output[0]))
     try:
@@ -45,7 +45,7 @@ def outputs(pipe: Any, steps: int = 4) -> list[Tensor]:
 
 
 def user_lora(denoiser: Any) -> None:
-    """A LoRA of the user's own, on layers that the healed one changes too."""
+    """Adds a user's own LoRA, on layers that the healed LoRA changes too."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         targets = ["attn1.to_q", "attn.to_q", "ff.net.0.proj"]
@@ -66,7 +66,7 @@ def test_it_changes_what_peft_would_and_leaves_no_trace(kind: str, files: Callab
     tokenmerge.remove(pipe)
     assert torch.equal(tiny.draw(pipe), plain)
     assert not any("forward" in vars(module) for module in denoiser.modules())
-    # As the pipeline itself loads it, it acts in all steps, which here are all merged.
+    # A LoRA that the pipeline loads acts in all steps. Here all steps are merged, so images agree.
     pipe.load_lora_weights(technique.lora)
     torch.testing.assert_close(tiny.draw(tokenmerge.apply(pipe, MERGE)), changed, rtol=1e-4, atol=1e-5)
 
@@ -153,7 +153,7 @@ def test_it_trains_no_further_and_lets_gradients_through(files: Callable[[str], 
 @pytest.mark.parametrize("first", ["fused", "healed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_projections_are_refused(kind: str, first: str, files: Callable[[str], Merge]) -> None:
-    """They run in place of the layers to queries, keys and values, whose part of the LoRA would be lost."""
+    """Fused projections replace the query, key and value layers, whose part of the LoRA would be lost."""
     pipe = tiny.build(kind)
     denoiser = tiny.denoiser_of(pipe)
     technique = files(kind)

@@ -1,4 +1,4 @@
-"""Every method keeps one contract in every family; and each is what its authors say, by a second implementation.
+"""Every method keeps one contract in every family and equals a second implementation of its authors' definition.
 
 ToMeSD is compared with the `tomesd` package itself, in fp64, where rounding decides no match.
 """
@@ -32,13 +32,13 @@ from tokenmerge.merging.ops import reference
 from traces import attributes, same
 
 KINDS = ("sdxl", "sd3", "flux")
-# ToDo leaves fewer keys than queries, and Flux turns both by one table.
+# ToDo keeps fewer keys than queries, but Flux rotates both by one table.
 PAIRS = [pair for pair in itertools.product(METHODS, KINDS) if pair != ("todo", "flux")]
 BLOCK_PAIRS = [pair for pair in PAIRS if pair[0] in ("tomesd", "tofu", "pool")]
 
 
 def merge_by(method: str, **fields: Any) -> Merge:
-    """A method, at the sites its authors have."""
+    """A method at the sites its authors use, by default at ratio 0.5."""
     base = tokenmerge.presets()[method] if method in ("tomesd", "tofu", "todo") else Merge(method=method)
     assert isinstance(base, Merge)
     return base.replace(**{"ratio": 0.5, **fields})
@@ -92,7 +92,7 @@ def test_a_method_draws_alike_by_its_own_generator_and_leaves_nothing_behind(met
     assert summary.groups[0]["tokens"] == "256 -> 128"
     tokenmerge.remove(pipe)
     after = attributes(pipe)
-    # Every image gives the scheduler timesteps of its own.
+    # Every image sets new timesteps in the scheduler.
     assert all(same(before[name], after[name]) for name in before if name != "scheduler")
     assert torch.equal(tiny.draw(pipe), unpatched)
 
@@ -107,7 +107,7 @@ def test_a_method_takes_every_shape_of_grid_and_every_precision(method: str, kin
         assert image.isfinite().all()
         counts = {tuple(map(int, group["tokens"].split(" -> "))) for group in tokenmerge.summary(pipe).groups}
         assert all(merged < count for count, merged in counts)
-        # A region of 15 tokens keeps 8 of them.
+        # The tolerance is for rounding: a region of 15 tokens keeps 8.
         assert dict(counts)[size[0] * size[1] // 16] == pytest.approx(size[0] * size[1] / 32, rel=1 / 15)
 
 
@@ -124,7 +124,7 @@ def test_samples_share_destinations_only_where_they_share_positions(method: str,
 
 @pytest.mark.parametrize("method", ["toma", "tomesd", "tofu", "todo", "pool", "uniform"])
 def test_guidance_in_one_call_is_guidance_in_two(method: str) -> None:
-    """Where nothing is random, a sample has the same maps beside another sample and in a call of its own."""
+    """Without randomness, a sample has the same maps beside another sample and in a call of its own."""
     unet = tiny.sdxl_unet().double()
     apply(unet, method, **({"selection": "uniform"} if method in ("tomesd", "tofu") else {}))
     together = run_unet(unet)[-1]
@@ -151,7 +151,7 @@ def test_true_guidance_calls_twice_in_a_step(method: str) -> None:
     [("toma", 2), ("random", 2), ("pool", 1), ("todo", 1), ("lower-bound", 1), ("tomesd", 12 * 4), ("tofu", 12 * 2)],
 )
 def test_maps_are_made_as_often_as_a_method_needs(method: str, selected: int) -> None:
-    """In 12 steps of SD3's four blocks: every 10 steps, once, or for every block; ToFu has two groups."""
+    """In 12 steps of SD3, with four blocks: every 10 steps, once, or in every block. ToFu has two groups of blocks."""
     pipe = apply(tiny.build("sd3"), method)
     tiny.draw(pipe, steps=12)
     assert {group["selected"] for group in tokenmerge.summary(pipe).groups} == {selected}
@@ -196,7 +196,7 @@ def test_a_seed_decides_random_patterns_in_even_batches() -> None:
         return tiny.draw(apply(tiny.build("sdxl"), "tomesd", seed=seed), **options)
 
     assert not torch.equal(image(0), image(1))
-    # Without guidance a batch of one: no random pattern, as in the package.
+    # Without guidance the batch is one sample, which gets no random pattern, as in the package.
     assert torch.equal(image(0, guided=False), image(1, guided=False))
 
 
@@ -227,7 +227,7 @@ def test_what_a_method_cannot_do_is_refused(kind: str, method: str, options: dic
     assert same(attributes(pipe), before)
 
 
-# A value of every field that may go unread.
+# A changed value for every field that some method does not read.
 CHANGED: dict[str, Any] = {
     "regions": "tile:8x8",
     "merge_regions": "whole",
@@ -243,7 +243,7 @@ CHANGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fields_that_a_method_does_not_read_are_refused(method: str) -> None:
-    """Before anything changes; what is read, or says what the method does anyway, is taken."""
+    """Nothing changes before a refusal. Fields that are read, or repeat the method's own setting, are accepted."""
     pipe = tiny.build("sdxl")
     before = attributes(pipe)
     technique = merge_by(method)
@@ -263,7 +263,7 @@ def test_fields_that_a_method_does_not_read_are_refused(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_method_says_it_does_not_read_changes_no_map(method: str) -> None:
-    """And what it reads changes one, but for when maps are made."""
+    """Every other field changes the map, except the seed and how often maps are renewed."""
     grid = TokenGrid(16, 16)
     tokens = tiny.noise(2, grid.count, 8)
     chosen = "random" if method in ("tomesd", "tofu", "random") else "facility-location"
@@ -358,7 +358,7 @@ def test_methods_compile_once(kind: str, method: str, graphs: int) -> None:
 # ToMeSD.
 
 
-# Grids of 16x16 and 8x8 tokens; of 18x14 and 9x7, which 2x2 cells do not divide; of 17x23 and 9x12.
+# The UNet's grids are 16x16 and 8x8; 18x14 and 9x7; 17x23 and 9x12. Cells of 2x2 do not divide the odd ones.
 @pytest.mark.parametrize("size", [(32, 32), (36, 28), (34, 46)])
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("components", [("self_attention",), ("self_attention", "cross_attention", "mlp")])
@@ -420,7 +420,7 @@ def test_those_most_like_a_destination_join_it(shared: bool) -> None:
 
 
 def plain_merge(tokens: Tensor, rule: str, clusters: list[list[int]]) -> Tensor:
-    """Clusters of one sample's tokens [N, C], the destination first, by the rule's definition."""
+    """Merges clusters of one sample's tokens [N, C] by the rule's definition. Clusters list their destination first."""
     rows = []
     for members in clusters:
         mean = tokens[members].mean(0)
@@ -473,7 +473,7 @@ def test_broken_tokens_break_their_own_clusters_only(rule: str) -> None:
 
 
 def test_the_first_half_of_tofus_layers_prunes_and_the_second_merges_by_mlerp() -> None:
-    """What reaches the queries of every block, against the definition. Depth is counted over all 11 blocks."""
+    """Inputs of every block's queries equal the definition. Depth is counted over all 11 blocks."""
     unet = tiny.sdxl_unet().double()
     tokenmerge.apply(unet, "tofu", selection="uniform")
     blocks = [module for module in unet.modules() if isinstance(module, BasicTransformerBlock)]
@@ -511,7 +511,7 @@ def keep_normed(module: nn.Module, into: dict[str, Tensor], name: str) -> None:
 
 
 def downsampled(tokens: Tensor, height: int, width: int) -> Tensor:
-    """[B, N, C] to the nearest tokens on a grid of half the height and width."""
+    """Nearest tokens [B, N / 4, C] of tokens [B, N, C], on a grid of half the height and width."""
     image = tokens.transpose(1, 2).unflatten(2, (height, width))
     return F.interpolate(image, (height // 2, width // 2), mode="nearest").flatten(2).transpose(1, 2)
 
@@ -559,7 +559,7 @@ def test_pool_is_average_pooling_and_nearest_upsampling(ratio: float, cell: tupl
     torch.testing.assert_close(merge_map.unmerge(merge_map.merge(tokens)), wanted)
 
 
-# 97 is prime: the whole grid is one region of many runs; 35 and 63 have no divisor 2.
+# Awkward sizes: 97 is prime, so the whole grid is one region, and 35 and 63 are odd.
 @pytest.mark.parametrize(
     ("method", "grid"),
     [

@@ -1,4 +1,4 @@
-"""Merged frames do not flicker more than plain ones: from frame to frame they change no more (docs/merging.md)."""
+"""Merged videos do not flicker: they change no more from frame to frame than plain ones (docs/merging.md)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tokenmerge.families.calls import TokenGrid
 
 FRAMES, SIDE, CHANNELS = 8, 16, 12
 VIDEO = tokenmerge.presets()["video"]
-# Of frames and channels in what a pipeline gives out, where they are not the third and the second.
+# Axes of frames and channels in a pipeline's output. Models that are not listed have (2, 1).
 AXES = {"cogvideox-2b": (1, 2), "cogvideox-5b": (1, 2), "kandinsky5": (1, 4), "ltx": (1, 4)}
 PIPELINES = [name for name, model in zoo.MODELS.items() if model.frames > 1 and name != "svd"]
 
 
 def frame_change(clip: Tensor, frames: int, channels: int) -> float:
-    """Mean length of what changes to the next frame, with frames and channels along these axes."""
+    """Mean norm of the change from frame to frame. `frames` and `channels` are axes of the clip."""
     return float(clip.diff(dim=frames).norm(dim=channels).mean())
 
 
 def panned(speed: float, seed: int) -> Tensor:
-    """Tokens [1, F * H * W, C] of a smooth picture that a camera moves over, `speed` tokens a frame."""
+    """Tokens [1, F * H * W, C] of a camera that pans over a smooth picture, `speed` tokens per frame."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, CHANNELS, 12, 12, generator=generator)
     picture = F.interpolate(coarse, (96, 96), mode="bicubic")
@@ -52,7 +52,7 @@ def test_tiles_over_frames_lose_less_and_add_no_motion(speed: float) -> None:
         plain, within, over = (frame_change(each.unflatten(1, (FRAMES, -1)), 1, -1) for each in clips)
         assert (clips[2] - clip).norm() < (clips[1] - clip).norm()
         assert over <= plain
-        # Destinations of slow frames change by themselves, which is why tiles span them.
+        # Tiles within frames add motion to slow clips, since destinations change although the picture hardly does.
         assert speed > 1 or within > 1.1 * plain
 
 
@@ -66,15 +66,15 @@ def test_merged_videos_change_no_more_from_frame_to_frame(name: str) -> None:
     tokenmerge.apply(pipe, "video", skip_first=0)
     merged: Any = zoo.draw(pipe, model, steps=4)
     if name == "ltx":
-        # [B, N, C], frame by frame.
+        # LTX returns tokens [B, N, C], frame by frame.
         plain, merged = (each.unflatten(1, (-1, 8, 8)) for each in (plain, merged))
     assert not torch.equal(merged, plain)
-    # What random weights do to it is noise, of less than 1 %.
+    # Random weights add noise of less than 1 %.
     assert frame_change(merged, *axes) <= 1.01 * frame_change(plain, *axes)
 
 
 def test_models_of_video_merge_over_frames_by_default() -> None:
-    """But for UNets, whose spatial blocks see one frame at a time."""
+    """UNets are the exception: their spatial blocks see one frame at a time."""
     for family in families():
         expected = "video" if family.frames > 1 and family.stages is None else ("dit", "unet")
         assert family.merging in expected, family.name
