@@ -382,7 +382,7 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
         # No figure is alone in its row, unless the screen is too narrow for two columns.
         assert width < 800 or min(rows.values()) > 1
         assert width < max(WIDTHS) or len(rows) == 1
-    # The picture comes right below the button.
+    # The picture lies between the button and the seed.
     tops = [visit.box(name).y for name in ("#tm-draw", "#tm-slider", "#tm-seed")]
     assert tops == sorted(tops)
     visit.show("Summary")
@@ -393,7 +393,7 @@ def test_the_page_fits_any_screen_and_the_legend_its_steps(visit: Visit) -> None
         colors.append(visit.color(".tm-cells .tm-full"))
         for kind in ("full", "held"):
             assert visit.color(f".tm-legend .tm-{kind}") == visit.color(f".tm-cells .tm-{kind}")
-    # Full steps have a lighter colour in the dark theme.
+    # The dark theme has its own colour for full steps.
     assert colors[0] != colors[1]
 
 

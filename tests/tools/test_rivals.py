@@ -56,7 +56,7 @@ def belongings(pipe: Any) -> list[dict[str, Any]]:
 
 # The rival as typed, the pipeline, and the number of calls of each `watched` module in 8 steps.
 SKIPPING = [
-    # The first block runs in every step, the others only during warmup.
+    # The first block runs in every step; a large threshold lets the cache skip the others after warmup.
     ("cache-dit:threshold=100,warmup=3", "flux", {"first": 8, "last": 3}),
     ("cache-dit:threshold=100,warmup=3,taylorseer=1", "flux", {"first": 8, "last": 3}),
     ("cache-dit:threshold=100,warmup=2,continuous=2", "flux", {"first": 8, "last": 4}),
