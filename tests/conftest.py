@@ -1,4 +1,4 @@
-"""One thread per worker, since the models are tiny and workers share few cores; and compiled code of one's own."""
+"""One thread per worker, since the models are tiny and workers share few cores; and a separate compiler cache."""
 
 import atexit
 import gc
@@ -9,13 +9,13 @@ from importlib.util import find_spec
 
 import torch
 
-# `make test` runs those by themselves: where their packages are found, each import of diffusers takes a second more.
+# `make test` runs the backends separately: with their packages installed, importing diffusers takes a second longer.
 collect_ignore = [] if find_spec("torchao") else ["backends"]
 torch.set_num_threads(1)
 # Inductor's pool of compiling processes costs more than it saves on tiny graphs.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Its cache is shared by all processes of a user, and a file that one of them was killed over breaks the others. Those
-# that this one starts share its own, so that headers are compiled once.
+# By default all of a user's processes share Inductor's cache, and a file left half-written by a killed process breaks
+# the others. Child processes share the cache made here, so that headers are compiled once.
 _PREFIX = "tokenmerge-inductor-"
 if _PREFIX not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""):
     _cache = tempfile.mkdtemp(prefix=_PREFIX)
@@ -23,14 +23,14 @@ if _PREFIX not in os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""):
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 
-# Until tests run, nearly all that is made stays, and to walk it again and again takes a third of the time of imports.
+# Nearly everything that imports allocate survives, and collecting garbage would take a third of their time.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What imports made stays until the end: a collection need not walk it, which takes half a second."""
+    """Exempts what imports made from collections: it stays until the end, and walking it takes half a second."""
     gc.collect()
     gc.freeze()
-    # Compilers make so much that by default a tenth of the time would go into looking for what nobody refers to.
+    # Compilers allocate so much that the default thresholds would spend a tenth of the time on collections.
     gc.set_threshold(50_000, 10, 10)
     gc.enable()

@@ -1,9 +1,9 @@
-"""Tiny random denoisers of classes that have no table: what can be held without one.
+"""Tiny random denoisers of classes without a table, to test what Hold can do without one.
 
-`DENOISERS[name].build()` makes one of that class, always with the same weights; `given(batch, height, width)` are the
-arguments of a call on a latent of that size, always the same. Lists of blocks have three blocks, if any number will do.
-`LEFT_OUT` says of all other models in the folders of denoisers why they are not here. Shapes are those of diffusers'
-own tests, where there are any.
+`DENOISERS[name].build()` makes one of that class, always with the same weights. `given(batch, height, width)` returns
+the arguments of a call on a latent of that size, always the same. Lists of blocks have three blocks where the number
+is free. `LEFT_OUT` says why other models in the folders of denoisers are not here. Shapes follow diffusers' own tests,
+where there are any.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FRAMES = 2
 class Denoiser:
     """A class of diffusers in miniature.
 
-    build: the denoiser. given: arguments of a call, from (batch, height, width) of a latent. time: the argument that
-    moves from step to step. rises: whether pipelines give it rising times.
+    build: makes the denoiser. given: arguments of a call, from (batch, height, width) of a latent. time: the argument
+    that changes from step to step. rises: whether pipelines pass it rising times.
     """
 
     build: Callable[[], Any]
@@ -36,7 +36,7 @@ class Denoiser:
     rises: bool = False
 
     def call(self, module: nn.Module, step: int = 0, *, batch: int = 2, size: tuple[int, int] = (8, 8)) -> list[Tensor]:
-        """All tensors that a call at a step gives out."""
+        """All tensors that a call at a step returns."""
         moved = {**self.given(batch, *size), **self.times(step, batch, size)}
         with torch.no_grad():
             output = module(**moved)
@@ -48,7 +48,7 @@ class Denoiser:
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """Of what a denoiser gives out, in order."""
+    """All tensors in a denoiser's output, in order."""
     if isinstance(output, Tensor):
         return [output]
     items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
@@ -67,12 +67,12 @@ def _add(
     label: str = "",
     **config: Any,
 ) -> None:
-    """Adds a class of diffusers, or one of its forms under a label of its own."""
+    """Adds a class of diffusers, or a variant of one under its own label."""
     kind = getattr(diffusers, name)
     DENOISERS[label or name] = Denoiser(lambda: _seeded(lambda: kind(**config)), given, time, rises)
 
 
-# What calls are made of
+# Arguments of calls
 
 
 def text(batch: int, width: int = TEXT_WIDTH, tokens: int = TEXT) -> Tensor:
@@ -701,7 +701,7 @@ _add(
     text_embed_dim=TEXT_WIDTH,
     adaln_lora_dim=4,
     max_size=(4, 32, 32),
-    # The mask is resized by torchvision, which need not be there.
+    # A padding mask is resized by torchvision, which may not be installed.
     concat_padding_mask=False,
 )
 _add(
@@ -805,7 +805,7 @@ _add(
 
 
 def _minimax(b: int, h: int, w: int) -> dict[str, Any]:
-    """Text, then sound, then video, in one sequence."""
+    """Arguments with text, then sound, then video in one sequence."""
     sound, tokens = 6, TEXT + 6 + h * w
     tags = torch.zeros(tokens, dtype=torch.long)
     tags[:TEXT], tags[TEXT : TEXT + sound] = 1, 2
@@ -939,7 +939,7 @@ _add(
     use_differential_attention=False,
 )
 
-# In several chunks, with caches of keys and values, or of other things than pictures
+# Denoisers that work in several chunks, cache keys and values, or make something other than pictures
 
 _add(
     "AnyFlowFARTransformer3DModel",
@@ -1159,7 +1159,7 @@ _add(
     **_STAGES,
 )
 
-# What else lies in the folders of denoisers, and why it is not tried.
+# The other models in the folders of denoisers, and why they are not tried.
 LEFT_OUT = {
     "DreamLiteTransformer2DModel": "part of a UNet",
     "Kandinsky6SRTransformer3DModel": "its sparse attention does not compile on a CPU",

@@ -1,4 +1,4 @@
-"""Healed LoRAs of random weights, in files as `tokenmerge heal` writes them."""
+"""Healing LoRAs with random weights, in files such as `tokenmerge heal` writes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tokenmerge.tools.healing.adapter import Adapter
 
 
 def adapter_of(denoiser: Any, merge: Merge) -> Adapter:
-    """An adapter that nothing was trained with."""
+    """An untrained adapter."""
     return Adapter(denoiser, merge_places(denoiser, family_of(denoiser), merge), 2, 0)
 
 
 def healed(denoiser: Any, merge: Merge, path: Path, dtype: torch.dtype = torch.float32) -> Merge:
-    """The technique with a LoRA for this denoiser, which is not to be used any more."""
+    """The technique with a random LoRA in a file. The denoiser keeps the adapter, so do not use it afterwards."""
     adapter = adapter_of(denoiser, merge)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import tiny
 
 
 def tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer whose vocabulary is little more than the bytes."""
+    """A CLIP tokenizer whose vocabulary is hardly larger than the 256 bytes."""
     base = CLIPTokenizer()
     small = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
     small.normalizer = base.backend_tokenizer.normalizer
@@ -31,7 +31,7 @@ def tokenizer() -> CLIPTokenizer:
 
 
 def save_sdxl(folder: Path) -> Path:
-    """A tiny SDXL pipeline with text encoders."""
+    """Saves a tiny SDXL pipeline with text encoders."""
     words = tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(words),

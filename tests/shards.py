@@ -1,7 +1,7 @@
 """One of two processes that draw pictures together, over gloo on CPUs.
 
-`main` runs all of `CASES`, and writes what each came to into FOLDER/RANK.json. Processes start once for all of them,
-since that takes longer than most cases.
+`main` runs all of `CASES` and writes their results into FOLDER/RANK.json. Each process starts only once, since starting
+takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONFIGS: dict[str, Callable[[], ContextParallelConfig]] = {
     "ring": lambda: ContextParallelConfig(ring_degree=2),
     "uneven": lambda: ContextParallelConfig(ulysses_degree=2, ulysses_anything=True),
 }
-# What needs all tokens in one process.
+# Techniques that need all tokens in one process.
 TOGETHER: dict[str, Any] = {
     "whole": Merge(regions="whole"),
     "merged in the whole": Merge(merge_regions="whole"),
@@ -57,7 +57,7 @@ TOGETHER: dict[str, Any] = {
 def build(name: str) -> Any:
     pipe = tiny.build(name) if name in tiny.KINDS else zoo.MODELS[name].build()
     if name == "flux2-dev":
-        # Its random weights make twenty times as much of fp32's rounding.
+        # Random weights magnify this model's fp32 rounding twenty times.
         pipe.transformer.double()
     return pipe
 
@@ -72,20 +72,20 @@ def draw(pipe: Any, name: str, size: tuple[int, int] | None = None, text: int = 
 
 
 def off(picture: Tensor, expected: Tensor) -> float:
-    """How far it is from the expected one."""
+    """The largest difference, relative to the largest expected value."""
     return ((picture - expected).abs().max() / expected.abs().max()).item()
 
 
 def share(pipe: Any, config: str) -> None:
-    """Share its pictures out among both processes."""
+    """Split the tokens of its pictures between both processes."""
     if config == "ring":
-        # Rings need attention that gives its normalizer out, too.
+        # Ring attention needs a backend that also returns the softmax normalizer.
         pipe.transformer.set_attention_backend("_native_flash")
     pipe.transformer.enable_parallelism(config=CONFIGS[config]())
 
 
 def told(pipe: Any) -> dict[str, Any]:
-    """What Hold has decided in the last picture, and from what."""
+    """What Hold decided in the last picture, and the errors it measured."""
     state = vars(pipe.transformer)[APPLIED].state
     measured = state.holding.errors.measured if state.holding is not None else []
     return {
@@ -98,13 +98,13 @@ def told(pipe: Any) -> dict[str, Any]:
 
 @cache
 def alone(name: str, technique: str, **options: Any) -> tuple[Tensor, dict[str, Any]]:
-    """A picture of one process, and what Hold decided."""
+    """A picture drawn by one process alone, and what Hold decided."""
     pipe = tokenmerge.apply(build(name), TECHNIQUES[technique])
     return draw(pipe, name, **options), told(pipe)
 
 
 def picture(name: str, technique: str, config: str, order: str, **options: Any) -> dict[str, Any]:
-    """How far a picture of both is from that of one."""
+    """How far a picture that both processes draw is from one that a single process draws."""
     expected, known = alone(name, technique, **options)
     pipe = build(name)
     if order == "before":
@@ -135,7 +135,7 @@ def without_a_table(name: str, order: str) -> dict[str, Any]:
 
 
 def nonsense() -> dict[str, Any]:
-    """One process alone has NaN among its residuals."""
+    """Both processes agree on the steps when only one has NaN among its residuals."""
     pipe, kinds = tokenmerge.apply(build("flux"), Hold(tolerance=10.0, start=0.0)), []
     share(pipe, "ulysses")
     known = vars(pipe.transformer)[APPLIED]
@@ -151,7 +151,7 @@ def nonsense() -> dict[str, Any]:
 
 
 def refused() -> dict[str, Any]:
-    """What is said, and whether anything is left behind."""
+    """The error message of each technique that needs all tokens, and whether anything is left behind."""
     pipe = build("flux")
     share(pipe, "ulysses")
     plain, before = draw(pipe, "flux"), left_on(pipe)
@@ -160,7 +160,7 @@ def refused() -> dict[str, Any]:
 
 
 def refused_after() -> dict[str, Any]:
-    """The same where a technique was applied before tokens were shared out."""
+    """The error message of such a technique when tokens are split only after it was applied."""
     pipe = tokenmerge.apply(build("flux"), TOGETHER["whole"])
     share(pipe, "ulysses")
     message = error_of(lambda: draw(pipe, "flux"))
@@ -168,7 +168,7 @@ def refused_after() -> dict[str, Any]:
 
 
 def straddling(regions: str, config: str, size: tuple[int, int]) -> dict[str, Any]:
-    """Regions that lie in both parts."""
+    """The error messages for regions that straddle both shards."""
     pipe = build("flux")
     share(pipe, config)
     plain = draw(pipe, "flux", size)
@@ -201,7 +201,7 @@ def removed(name: str) -> dict[str, Any]:
 
 
 def left_on(pipe: Any) -> dict[str, Any]:
-    """All attributes of the denoiser, and what diffusers' hooks hold. A picture changes the scheduler."""
+    """All attributes of the denoiser and of diffusers' hooks. The scheduler is left out: every picture changes it."""
     found = {name: value for name, value in traces.attributes(pipe).items() if name != "scheduler"}
     for name, module in pipe.transformer.named_modules():
         registry = vars(module).get("_diffusers_hook")
@@ -211,7 +211,7 @@ def left_on(pipe: Any) -> dict[str, Any]:
 
 
 def summed_up() -> dict[str, Any]:
-    """What is told of a picture, and what cannot be."""
+    """What `summary` and `plan` report of a picture in two shards, and how `token_maps` refuses it."""
     pipe = build("flux")
     share(pipe, "ulysses")
     tokenmerge.apply(pipe, TECHNIQUES["both"])
@@ -227,12 +227,12 @@ def summed_up() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """Blocks in one graph each, none of which is compiled again for a second picture."""
+    """Every block compiles into one graph, and a second picture compiles nothing again."""
     pipe = tokenmerge.apply(build("flux"), TECHNIQUES["both"])
     expected = draw(pipe, "flux")
     share(pipe, "ulysses")
     for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
-        # Inductor takes longer, and what it makes does not depend on who shares tokens.
+        # Inductor would take longer, and its code does not depend on how tokens are split.
         block.compile(fullgraph=True, backend="eager")
     draw(pipe, "flux")
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -252,7 +252,7 @@ for _name, _technique in (
     ("flux2-dev", "both"),
     ("wan2.1", "both"),
     ("wan2.2-ti2v-image", "both"),
-    # References lie in the second part.
+    # The second shard contains the references.
     ("qwen-edit-plus", "hold"),
     ("qwen-edit-plus", "stripes"),
 ):
@@ -261,22 +261,22 @@ for _name, _technique in (
 CASES["flux, hold, uneven, before"] = partial(picture, "flux", "hold", "uneven", "before", size=(28, 20), text=5)
 CASES["qwen, hold, uneven, after"] = partial(picture, "qwen", "hold", "uneven", "after", size=(40, 56), text=5)
 CASES["flux, both, uneven, before"] = partial(picture, "flux", "both", "uneven", "before", text=5)
-# 3x17 tokens and 16 of the reference: parts of 34 and 33, with two stripes and one.
+# 3x17 tokens and 16 of the reference: shards of 34 and 33, with two stripes and one.
 _wide = partial(picture, "qwen-edit-plus", "wide stripes", "uneven", "before", size=(24, 136))
 CASES["qwen-edit-plus, wide stripes, uneven, before"] = _wide
 for _order in ("before", "after"):
     CASES[f"without a table, {_order}"] = partial(without_a_table, "ChronoEditTransformer3DModel", _order)
-# The first block of Qwen-Image has a hook that shares tokens out.
+# diffusers hooks the first block of Qwen-Image to split tokens.
 CASES["removed"] = partial(removed, "qwen")
 CASES["straddling tiles"] = partial(straddling, "tile:16x1", "ulysses", (64, 64))
-# 7x5 tokens: no number but one divides both 18 and 17.
+# 7x5 tokens in shards of 18 and 17, which have no common divisor.
 CASES["straddling stripes"] = partial(straddling, "stripe:7", "uneven", (28, 20))
 CASES |= {"refused": refused, "refused after": refused_after, "nonsense": nonsense}
 CASES |= {"summed up": summed_up, "compiled": compiled}
 
 
 def gather_sizes(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> None:
-    """As NCCL gathers tensors of different sizes, which gloo does not."""
+    """An `all_gather` for tensors of different sizes, which NCCL supports and gloo does not."""
     for rank, output in enumerate(outputs):
         if rank == dist.get_rank(group):
             output.copy_(tensor)
@@ -284,7 +284,7 @@ def gather_sizes(outputs: list[Tensor], tensor: Tensor, group: Any = None, async
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> tuple[Any, ...]:
-    """The operator that diffusers calls on GPUs, by the one for CPUs."""
+    """The CPU operator under the signature of the GPU operator that diffusers calls."""
     named.pop("return_debug_mask", None)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *given[:2], **named)
     nothing = torch.zeros((), dtype=torch.int64)
@@ -293,14 +293,14 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **na
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    # Of torch, which names functions that diffusers calls.
+    # torch deprecates functions that diffusers calls.
     warnings.simplefilter("ignore", FutureWarning)
     diffusers.utils.logging.set_verbosity_error()
-    # diffusers divides by the number of accelerators, of which a CPU has none.
+    # diffusers divides by the number of accelerators, which is 0 on a CPU.
     torch.accelerator.device_count = lambda: 1
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     dist.all_gather = gather_sizes
-    # Flash attention, which rings need, has another name on CPUs.
+    # Ring attention needs flash attention, which has another name on CPUs.
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", flash_attention, "CPU")
     results = {}

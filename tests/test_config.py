@@ -30,7 +30,7 @@ def test_every_field_has_a_sentence_and_nothing_else_has(cls: type[Merge] | type
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_docs_may_have_lost_their_indentation(cls: type[Merge] | type[Hold], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python does from 3.13 on."""
+    """Python strips it from 3.13 on."""
     docs = cls.field_docs()
     monkeypatch.setattr(cls, "__doc__", cleandoc(cls.__doc__ or ""))
     assert cls.field_docs() == docs
@@ -144,7 +144,7 @@ def test_no_number_may_be_nan_or_infinite(cls: type[Merge] | type[Hold], field: 
 def test_every_seed_in_range_seeds_a_generator(seed: int) -> None:
     import torch
 
-    # Groups count on from it.
+    # Each group adds its own number to the seed.
     for number in range(8):
         torch.Generator().manual_seed(Merge(seed=seed).seed + number)
 

@@ -1,4 +1,4 @@
-"""The walk through the files in docs/design.md is what a call does, and functions and modules stay readable."""
+"""The walks in docs/design.md follow real calls, and functions and modules stay readable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmerge.families import denoiser_of
 
 SOURCE = Path(tokenmerge.__file__).parent
 PAGE = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
-# What a walk may leave out, as the page says.
+# Files that a walk may leave out, as the page lists them.
 LOOK_UPS = re.findall(r"`([\w/]+\.py)`", PAGE[PAGE.index("Beside these a call only looks") :].split("\n\n")[0])
 WALKS = {
     "merged": ("**A merged call", Merge(regions="tile:2x2"), 3, 10),
@@ -33,7 +33,7 @@ def walk(begins: str) -> list[tuple[str, str]]:
 
 
 def followed(technique: Merge | Hold, number: int) -> list[tuple[str, str]]:
-    """File and function of everything of ours that runs in one call of a denoiser, in order."""
+    """File and function of all our code that runs in one call of a denoiser, in order."""
     pipe = tokenmerge.apply(tiny.build("flux"), technique)
     denoiser, hops, calls = denoiser_of(pipe), [], 0
 

@@ -1,4 +1,4 @@
-"""Imports point down, importing the package is cheap, and nothing but the public surface lies at its root."""
+"""Imports point down, importing the package is cheap, and its root shows only the public names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tokenmerge
 PACKAGE = Path(tokenmerge.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What stands at the root, from the top down: a part imports only from lines below its own, so that parts of one line
-# do not know each other.
+# The parts of the package, from the top down. A part imports only from lower lines, so parts on one line do not know
+# each other.
 LAYERS = [
     ["__main__"],
     ["tools"],
@@ -32,10 +32,10 @@ LAYERS = [
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# The engine knows what a family's table can say, and no table.
+# The engine knows what a family's table can express, but no table itself.
 ENGINE = ("merging", "holding", "runtime", "planning")
 TOLD_BY_FAMILIES = ("families.base", "families.calls")
-# Where heavy or optional packages may be imported at all.
+# The only parts that may import each heavy or optional package.
 ALLOWED = {
     "diffusers": ("families", "tools.loading", "tools.rivals", "tools.solvers"),
     "cache_dit": ("tools.rivals",),
@@ -61,7 +61,7 @@ ALLOWED = {
 
 
 def module_of(path: Path) -> str:
-    """Its name below the package; a folder's is that of its `__init__`."""
+    """The module's name below the package; an `__init__` has the name of its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -70,7 +70,7 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imported(path: Path) -> tuple[set[str], set[str]]:
-    """Modules of the package that a file imports, anywhere in it, and the packages of others."""
+    """The package's modules and the foreign packages that a file imports, at any depth of its code."""
     here = path.relative_to(PACKAGE).parts[:-1]
     ours, others = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -108,13 +108,13 @@ def test_imports_only_point_down(path: Path) -> None:
 
 
 def test_no_module_leads_back_to_itself() -> None:
-    """Also inside of a part, and where imports wait for a function to run."""
-    # Raises where there is a circle.
+    """Not even within a part, or by an import inside a function."""
+    # `prepare` raises on a cycle.
     TopologicalSorter({module: imported(path)[0] for module, path in MODULES.items()}).prepare()
 
 
 def test_the_check_sees_imports_of_every_form() -> None:
-    """Or the laws above would hold by blindness."""
+    """Otherwise the tests above could pass because they see no imports."""
     assert {"config", "errors", "families.calls"} <= imported(PACKAGE / "merging" / "grid.py")[0]
     assert "merging.grid" in imported(PACKAGE / "merging" / "methods" / "toma.py")[0]
     assert "merging.ops.reference" in imported(PACKAGE / "merging" / "ops" / "kernels" / "weighing.py")[0]
@@ -156,7 +156,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert run(f"import sys, tokenmerge; print(sorted({heavy!r} & sys.modules.keys()))") == "[]"
 
 
-# Kernels are of Triton, and tables of diffusers' models.
+# Kernels need Triton, and families' tables need diffusers.
 CORE = sorted(
     f"tokenmerge.{module}"
     for module in MODULES

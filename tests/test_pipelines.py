@@ -1,4 +1,4 @@
-"""Techniques in whole pipelines: how many sites, what stays bit-equal, what changes, every size, batch and dtype."""
+"""Techniques in whole pipelines: number of sites, what stays bit-equal, what changes, sizes, batches and dtypes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replaced_forwards(module: nn.Module) -> int:
     return sum("forward" in vars(each) for each in module.modules())
 
 
-# kind, options, sites merged, sites in all. SD: 3 blocks on levels 1, 2, 4, one on level 8. SDXL: 3 on level 2, 8 on
+# kind, options, merged sites, all sites. SD: 3 blocks on levels 1, 2, 4, one on level 8. SDXL: 3 on level 2, 8 on
 # level 4. SD3: 4 blocks, one of them with two attentions. Flux: 2 joint blocks, 3 single.
 COUNTS = [
     ("sd", {"sites": "component"}, 30, 30),
@@ -91,10 +91,10 @@ def test_number_of_sites_of_the_published_models() -> None:
     [
         ("sd", "blocks", [1] * 10),
         ("sd", "stages", [9]),
-        ("sdxl", "blocks", [1, 2, 2, 2, 2, 1, 1]),  # a run stays inside of one Transformer2DModel
+        ("sdxl", "blocks", [1, 2, 2, 2, 2, 1, 1]),  # a run stays within one Transformer2DModel
         ("sdxl", "stages", [7]),
         ("sd3", "blocks", [4]),
-        ("flux", "blocks", [5]),  # from joint into single blocks
+        ("flux", "blocks", [5]),  # a run continues from joint into single blocks
     ],
 )
 def test_held_runs_are_blocks_with_nothing_between_them(kind: str, what: str, runs: list[int]) -> None:
@@ -139,7 +139,7 @@ def test_the_default_holds_blocks_or_stages_in_every_pipeline(kind: str) -> None
     tokenmerge.apply(pipe)
     what = "stages" if hasattr(pipe, "unet") else "blocks"
     assert tokenmerge.summary(pipe).plan.techniques == (None, Hold(what=what))
-    # Residuals of random weights bend more than trained ones.
+    # Residuals of random weights bend more than those of trained ones.
     tokenmerge.apply(pipe, Hold(tolerance=0.5))
     held = tiny.draw(pipe, steps=16)
     told = tokenmerge.summary(pipe)
@@ -164,7 +164,7 @@ def test_both_techniques_run_merged_what_hold_lets_run_in_every_pipeline(kind: s
     told = tokenmerge.summary(pipe)
     assert told.steps == {"merged": steps["full"], "held": steps["held"]}
     assert all(group["selected"] >= 1 for group in told.groups)
-    # Merging decides how far it is from plain; holding adds little.
+    # Merging causes most of the drift; holding adds little.
     assert 0 < (both - merged).abs().mean() < (merged - plain).abs().mean() / 2
     assert torch.equal(tiny.draw(pipe, steps=10), both)
     tokenmerge.remove(pipe)

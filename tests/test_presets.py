@@ -1,4 +1,4 @@
-"""Presets: techniques by name, from files, and what becomes of fields and of files of version 0.1."""
+"""Presets by name and from files, and how fields and files of version 0.1 are read or refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_papers_variants_differ_as_it_says() -> None:
     assert preset("lower-bound") == preset("toma-tile").replace(method="lower-bound")
 
 
-# What `apply` takes.
+# What `apply` accepts
 
 MERGE, HOLD = Merge(ratio=0.25), Hold(every=2)
 
@@ -206,7 +206,7 @@ def test_requests_that_cannot_be_met(technique: Any, message: str) -> None:
         resolve(technique, {})
 
 
-# Files that cannot be.
+# Invalid files
 
 EXAMPLE = '{"technique": "merge", "ratio": 0.5}'
 
@@ -261,7 +261,7 @@ def test_files_that_cannot_be(tmp_path: Path, name: str, content: str | bytes, w
     assert all(word in str(caught.value) for word in (*words, str(tmp_path / name))), str(caught.value)
 
 
-# Files of version 0.1.
+# Files of version 0.1
 
 OLD: dict[str, tuple[dict[str, Any], Any]] = {
     "merging": (

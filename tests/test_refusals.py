@@ -20,7 +20,7 @@ from tokenmerge.merging.grid import partition_grids
 from tokenmerge.tools.bench.timing import Loop
 from traces import attributes, same
 
-# With what merging cannot follow, neither can both.
+# Merge and Hold together refuse whatever Merge alone refuses.
 MERGED = [[Merge(sites="component")], [Merge()], [Merge(), Hold(every=3, start=0.2)]]
 
 
@@ -89,7 +89,7 @@ def test_a_scheduler_that_fails_leaves_the_model_as_it_was(before: Any) -> None:
 
 
 def test_a_site_that_cannot_be_installed_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was put on a model before something failed is taken off, and what was applied is applied again."""
+    """Sites installed before the failure are removed, and the earlier techniques are applied again."""
     pipe = tokenmerge.apply(tiny.build("sdxl"), [Merge(ratio=0.25), Hold(every=3, start=0.0)])
     image, names = tiny.draw(pipe), sorted(vars(pipe.scheduler))
     forwards = replaced_forwards(pipe.unet)
@@ -145,7 +145,7 @@ def test_an_unsupported_denoiser_is_refused() -> None:
 
 
 def test_a_denoiser_of_which_nothing_can_be_held_is_refused_when_it_runs() -> None:
-    """That its blocks do not follow each other, only a call shows."""
+    """Only a call shows that no two of its blocks follow each other."""
     unet = UNet2DModel(
         sample_size=8,
         block_out_channels=(8, 8),
@@ -168,7 +168,7 @@ def test_a_denoiser_of_which_nothing_can_be_held_is_refused_when_it_runs() -> No
 
 
 class Cascade:
-    """A pipeline with a denoiser of another name."""
+    """A pipeline whose denoiser is neither `unet` nor `transformer`."""
 
     def __init__(self) -> None:
         self.decoder = DENOISERS["SanaTransformer2DModel"].build()
@@ -194,7 +194,7 @@ def test_merging_says_why_a_model_without_a_table_cannot_be_merged() -> None:
     reasons = {
         "SanaTransformer2DModel": "convolutions",
         "ErnieImageTransformer2DModel": "no table",
-        # AnimateDiff, of which nothing can be held either.
+        # AnimateDiff's UNet, which cannot be held either.
         "UNetMotionModel": "motion blocks",
     }
     for name, reason in reasons.items():
@@ -207,7 +207,7 @@ def test_merging_says_why_a_model_without_a_table_cannot_be_merged() -> None:
 
 
 def draw_refused(pipe: Any, message: str, **options: Any) -> None:
-    """A refused call raises before it does anything: the next image is as if it had not been."""
+    """A refused call raises before it changes anything, so the next image is the same as without it."""
     expected = tiny.draw(pipe)
     before = attributes(pipe)
     with pytest.raises(TokenMergeError, match=message):
@@ -274,7 +274,7 @@ def test_the_ways_out_of_ip_adapter_masks_lead_out() -> None:
     ):
         tokenmerge.apply(pipe, techniques)
         assert tiny.draw(pipe, steps=8, cross_attention_kwargs=masks).isfinite().all()
-    # Presets that merge whole blocks are turned into such by the same field.
+    # The same field makes presets of whole blocks accept masks.
     tokenmerge.apply(pipe, "unet", sites="component")
     assert tiny.draw(pipe, cross_attention_kwargs=masks).isfinite().all()
 
@@ -295,7 +295,7 @@ def test_layers_may_be_skipped(techniques: list[Any]) -> None:
 
 
 def test_todo_refuses_perturbed_attention_guidance() -> None:
-    """It adds values to queries one to one, and ToDo leaves fewer values."""
+    """PAG pairs values with queries one to one, and ToDo leaves fewer values than queries."""
     pipe = tiny.build("sdxl")
     perturbed = StableDiffusionXLPAGPipeline(**pipe.components, add_watermarker=False, pag_applied_layers=["mid"])
     perturbed.set_progress_bar_config(disable=True)
@@ -305,7 +305,7 @@ def test_todo_refuses_perturbed_attention_guidance() -> None:
         for _ in range(2):
             with pytest.raises(TokenMergeError, match=r"perturbed-attention guidance \(PAG.* use another method"):
                 tiny.draw(perturbed, pag_scale=3.0)
-        # Both ways out.
+        # Both ways out work: a pipeline without PAG, and another method (below).
         pipe.unet.set_attn_processor(AttnProcessor2_0())
         tokenmerge.apply(pipe, techniques)
         assert tiny.draw(pipe).isfinite().all()
@@ -316,7 +316,7 @@ def test_todo_refuses_perturbed_attention_guidance() -> None:
 
 
 def test_the_ways_out_of_a_unet_without_transformer_blocks_under_noise_lead_out() -> None:
-    """As Kandinsky 2.2 has it: nothing to merge, and nothing to hold but its stages or its prediction."""
+    """A UNet like Kandinsky 2.2's has nothing to merge, and only stages or the prediction to hold."""
     unet = tiny.sd_unet(
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),

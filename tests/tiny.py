@@ -47,7 +47,7 @@ POOLED_WIDTH = 8
 
 
 def _seeded(build: Callable[[], nn.Module]) -> Any:
-    """The module with random weights that depend on nothing drawn before."""
+    """The module with random weights that do not depend on earlier random numbers."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         # Frozen from the start: loading a LoRA freezes a model, and frozen convolutions round differently.
@@ -93,7 +93,7 @@ def sdxl_unet(**changes: Any) -> UNet2DConditionModel:
 
 
 def short_sdxl_unet() -> UNet2DConditionModel:
-    """The same with one level of attention and as few blocks as show what happens between blocks."""
+    """SDXL with one level of attention, and just enough blocks to show what happens between them."""
     return sdxl_unet(
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -139,12 +139,12 @@ _FLUX_CONFIG = {
 
 
 def flux_transformer(**changes: Any) -> FluxTransformer2DModel:
-    """Flux.1-schnell in miniature: two joint and three single blocks; `guidance_embeds=True` makes it a dev."""
+    """Flux.1-schnell in miniature: two joint and three single blocks; `guidance_embeds=True` makes it Flux.1-dev."""
     return _seeded(lambda: FluxTransformer2DModel(**{**_FLUX_CONFIG, **changes}))
 
 
 def vae(levels: int, channels: int = 4) -> AutoencoderKL:
-    """A latent is smaller than its image by a factor of 2 ** (levels - 1)."""
+    """A VAE whose latents are smaller than images by a factor of 2 ** (levels - 1)."""
     return _seeded(
         lambda: AutoencoderKL(
             block_out_channels=(4,) * levels,
@@ -234,7 +234,7 @@ FAMILIES = tuple(_PARTS)
 
 
 def build(kind: str, **parts: Any) -> Any:
-    """A pipeline of one of `KINDS`, on the CPU in fp32; `parts` replace its own."""
+    """A pipeline of one of `KINDS`, on the CPU in fp32; `parts` replace its defaults."""
     pipeline = _PIPELINES[kind]
     family = kind.partition("-")[0]
     parts = {**_PARTS[family](), **parts}
@@ -260,9 +260,9 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def call_arguments(
     pipe: Any, *, steps: int = 2, seed: int = 0, size: tuple[int, int] = (64, 64), batch: int = 1, guided: bool = True
 ) -> dict[str, Any]:
-    """Arguments of a pipeline call: everything it needs, the same for the same `seed`.
+    """All arguments that a pipeline call needs, the same for the same `seed`.
 
-    steps: denoising steps; pipelines with a strength take half of twice as many. guided: classifier-free guidance in
+    steps: denoising steps; pipelines with a strength run half of twice that number. guided: classifier-free guidance in
     one call per step, which Flux does not have.
     """
     accepted = inspect.signature(pipe.__call__).parameters

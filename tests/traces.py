@@ -1,4 +1,4 @@
-"""Everything that could be left on a pipeline, and comparing it."""
+"""Records everything that could be left on a pipeline, and compares the records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attributes(pipe: Any) -> dict[str, dict[str, Any]]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two such records hold the same objects under the same names."""
+    """Whether two records hold the same objects under the same names."""
     if isinstance(first, dict) and isinstance(second, dict):
         return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
     # Every access to a method makes a new object.

@@ -1,11 +1,11 @@
-"""Tiny random pipelines of many families, for tests of what every family must do.
+"""Tiny random pipelines of many families, for tests that every family must pass.
 
 `MODELS[name].build()` makes one, always with the same weights; `draw(pipe, model)` runs it, always with the same
 inputs. Prompts enter as embeddings, so no tokenizer or text encoder is needed. Lists of blocks have three blocks: an
-odd number shows outputs that were swapped. The default size has 8x8 tokens, the next is not square, the last is odd.
+odd number reveals swapped outputs. The default size has 8x8 tokens, the next is not square, the last is odd.
 
-Left out: ControlNets of Chroma and Bria (their denoisers take them, but diffusers has no pipeline that has them). Calls
-as they would make them are in `holding/test_holding.py`.
+Left out: ControlNets of Chroma and Bria (their denoisers accept ControlNet residuals, but no diffusers pipeline passes
+any). `holding/test_holding.py` makes such calls.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ GRIDS = ((8, 8), (6, 10), (5, 7))
 class Model:
     """A pipeline, and how to call it.
 
-    build: the pipeline. arguments: of a call, from (pipe, steps, seed, size, batch, guided, text, negative_text,
-    padding). sizes: (height, width) in pixels that it takes. guidance: "one call" for both prompts, "two calls", or
-    "none". frames: in pixels, of videos. uneven: the negative prompt may be longer or shorter than the prompt;
-    elsewhere `negative_text` has no effect.
+    build: makes the pipeline. arguments: makes those of a call from (pipe, steps, seed, size, batch, guided, text,
+    negative_text, padding). sizes: (height, width) in pixels that it accepts. guidance: "one call" for both prompts,
+    "two calls", or "none". frames: of a video, before the VAE. uneven: the negative prompt may be longer or shorter
+    than the prompt; elsewhere `negative_text` has no effect.
     """
 
     name: str
@@ -54,7 +54,7 @@ MODELS: dict[str, Model] = {}
 
 
 def denoisers(pipe: Any) -> list[nn.Module]:
-    """All of them: some pipelines have two."""
+    """The pipeline's denoisers: some have two."""
     parts = (getattr(pipe, name, None) for name in ("unet", "transformer", "transformer_2"))
     return [part for part in parts if part is not None]
 
@@ -70,7 +70,7 @@ def draw(pipe: Any, model: Model, **options: Any) -> Tensor:
     return output.frames if hasattr(output, "frames") else output.images
 
 
-# How the families call things
+# Arguments that families name differently
 
 
 def _mask(batch: int, tokens: int, padding: int) -> Tensor:
@@ -124,9 +124,9 @@ def _add(
 ) -> None:
     """Adds a model.
 
-    text: embeddings and masks of a prompt, from (batch, tokens, padding, seed). scale: what switches guidance, from
-    (pipe, guided). pixels: along one side of a token. extra: further arguments, from (pipe, height, width, batch,
-    seed).
+    text: embeddings and masks of a prompt, from (batch, tokens, padding, seed). scale: the argument that switches
+    guidance, from (pipe, guided). pixels: along one side of a token. extra: further arguments, from (pipe, height,
+    width, batch, seed).
     """
     sizes = tuple((height * pixels, width * pixels) for height, width in grids)
     prompt = text
@@ -178,7 +178,7 @@ def _pipeline(name: str, **parts: Any) -> Any:
 
 
 def _loud(build: Callable[[], nn.Module]) -> Any:
-    """The module with larger weights, where blocks and texts would otherwise hardly show in what comes out."""
+    """The module with larger weights: otherwise blocks and texts would hardly affect its output."""
     module = _seeded(build)
     for parameter in module.parameters():
         if parameter.ndim > 1:
@@ -237,7 +237,7 @@ _add(
     _flux2_dev,
     guidance="none",
     pixels=8,
-    # The pipeline takes no smaller images: 9x8 tokens.
+    # The smallest image that the pipeline accepts: 9x8 tokens.
     extra=lambda pipe, height, width, batch, seed: {"image": _picture(72, 64, seed)},
 )
 _add("flux2-klein", lambda: _flux2_klein(is_distilled=True), guidance="none", pixels=8)
@@ -322,7 +322,7 @@ _add(
 
 
 def _qwen_vae() -> nn.Module:
-    """Latents are smaller than images by a factor of 4."""
+    """A VAE whose latents are smaller than images by a factor of 4."""
     return _seeded(
         lambda: diffusers.AutoencoderKLQwenImage(
             base_dim=4,
@@ -363,8 +363,8 @@ def _qwen_controlnet() -> nn.Module:
 
 
 def _qwen_edit(*, indexed: bool) -> Any:
-    """2511, or 2509, which does not tell the picture from its references."""
-    # It makes reference images as large as this, whatever their own size: 4x4 tokens.
+    """Qwen-Image-Edit 2511, or 2509, which does not distinguish the picture from its references."""
+    # The pipeline resizes all reference images to this area: 4x4 tokens.
     pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 32 * 32
     return _pipeline("QwenImageEditPlusPipeline", **_qwen_parts(zero_cond_t=indexed))
 
@@ -388,7 +388,7 @@ for _name, _images in (("qwen-edit-plus", 1), ("qwen-edit-2509", 2)):
         scale=_TRUE_SCALE,
         pixels=8,
         uneven=True,
-        # It takes one prompt only.
+        # The pipeline takes only one prompt.
         extra=lambda pipe, height, width, batch, seed, images=_images: {
             "image": [_picture(48, 48 * (1 + i), seed + i) for i in range(images)],
             "num_images_per_prompt": batch,
@@ -426,7 +426,7 @@ def _wan_transformer(**changes: Any) -> nn.Module:
 
 
 def _wan(name: str = "WanPipeline", *, shift: float = 3.0, transformers: int = 1, **parts: Any) -> Any:
-    """Parts may be arguments of the transformer."""
+    """`parts` may include arguments of the transformer."""
     accepted = inspect.signature(diffusers.WanTransformer3DModel.__init__).parameters
     changes = {key: parts.pop(key) for key in list(parts) if key in accepted}
     wan_vae = _seeded(
@@ -434,7 +434,7 @@ def _wan(name: str = "WanPipeline", *, shift: float = 3.0, transformers: int = 1
             base_dim=4,
             z_dim=4,
             dim_mult=[1, 1, 1, 1],
-            # Each would take longer than the steps of an image.
+            # Each residual block would take longer than the steps of an image.
             num_res_blocks=0,
             temperal_downsample=[False, True, True],
             latents_mean=[0.0] * 4,
@@ -444,7 +444,7 @@ def _wan(name: str = "WanPipeline", *, shift: float = 3.0, transformers: int = 1
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
     parts |= {"vae": wan_vae, "scheduler": scheduler, "transformer": _wan_transformer(**changes)}
     if transformers == 2:
-        # Other weights than the first.
+        # The weights must differ from the first transformer's.
         parts["transformer_2"] = _wan_transformer(**changes)
         for parameter in parts["transformer_2"].parameters():
             parameter.mul_(-1)
@@ -456,7 +456,7 @@ def _first_frame(pipe: Any, height: int, width: int, batch: int, seed: int) -> d
 
 
 def _clip(model: type, size: int) -> dict[str, Any]:
-    """An image encoder that makes five tokens, and what prepares its images."""
+    """An image encoder that makes five tokens, and its image processor."""
     config = CLIPVisionConfig(
         hidden_size=12,
         intermediate_size=16,
@@ -542,7 +542,7 @@ def _bria() -> Any:
 
 
 def _longcat() -> Any:
-    # The pipeline has its latents' channels written into it.
+    # The pipeline hard-codes the number of latent channels.
     config = {**_FLUX_LIKE, "in_channels": 64, "pooled_projection_dim": 16}
     transformer = _seeded(lambda: diffusers.LongCatImageTransformer2DModel(**config))
     scheduler = _flow(shift=3.0, use_dynamic_shifting=True)
@@ -552,7 +552,7 @@ def _longcat() -> Any:
         found = [noise(1, int(prompt.split()[0]), TEXT_WIDTH, seed=int(prompt.split()[1])) for prompt in prompts]
         return torch.cat(found).to(transformer.dtype)
 
-    # It takes no embeddings without a prompt, and no prompt with embeddings.
+    # The pipeline accepts no embeddings without a prompt, and no prompt with embeddings.
     pipe._encode_prompt = embeds
     return pipe
 
@@ -561,7 +561,7 @@ def _longcat_text(batch: int, tokens: int, padding: int, seed: int) -> dict[str,
     return {"prompt": [f"{tokens} {seed + 10 * i}" for i in range(batch)]}
 
 
-# Its own masks are floats: ones and zeros that are added to the scores.
+# Chroma's masks are floats: ones and zeros that are added to the attention scores.
 _CHROMA_TEXT = _masked("prompt_attention_mask", torch.float32)
 _add("chroma", _chroma, guidance="two calls", text=_CHROMA_TEXT, uneven=True)
 _add(
@@ -690,14 +690,14 @@ def _lumina2() -> Any:
 
 
 def _lumina2_text(batch: int, tokens: int, padding: int, seed: int) -> dict[str, Any]:
-    """All prompts are padded to 16 tokens, which is how they may differ in length."""
+    """Prompts padded to 16 tokens, so that their lengths may differ."""
     found = _masked("prompt_attention_mask")(batch, 16, 0, seed)
     found["prompt_attention_mask"][:, tokens:] = 0
     found["prompt_attention_mask"][1:, tokens - padding :] = 0
     return found
 
 
-# Rotary tables count the text tokens of the prompt, also for the negative one.
+# Krea 2 sizes rotary tables by the prompt, even for the negative prompt, so both have one length.
 _add("krea2", _krea2, guidance="two calls", text=_krea2_text, scale=_ZERO_IS_OFF, pixels=8)
 for _name in ("PixArtAlphaPipeline", "PixArtSigmaPipeline"):
     _add(
@@ -734,7 +734,7 @@ def _kolors() -> Any:
         projection_class_embeddings_input_dim=6 * 4 + POOLED_WIDTH,
     )
     parts = dict.fromkeys(("text_encoder", "tokenizer"))
-    # Not in `diffusers` itself where sentencepiece is not installed.
+    # Imported from its module: `diffusers` exports it only where sentencepiece is installed.
     pipe = KolorsPipeline(vae=vae(2), unet=unet, scheduler=euler(beta_start=0.00085, beta_end=0.014), **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -774,7 +774,7 @@ _add(
     text=_pooled,
     extra=lambda pipe, height, width, batch, seed: {"control_image": _picture(height, width, seed)},
 )
-# Two levels with attention: 16x16 and 8x8 tokens.
+# Attention on two levels: 16x16 and 8x8 tokens.
 _add("kolors", _kolors, guidance="one call", text=_kolors_text, pixels=8)
 
 
@@ -790,7 +790,7 @@ def _two_texts(batch: int, tokens: int, padding: int, seed: int) -> dict[str, An
 
 
 def _guider(pipe: Any, guided: bool) -> dict[str, Any]:
-    """A part of the pipeline, not an argument, says whether it guides."""
+    """Guidance is switched by a part of the pipeline, not by an argument."""
     (pipe.guider.enable if guided else pipe.guider.disable)()
     return {}
 
@@ -887,7 +887,7 @@ def _hunyuanvideo15(task_type: str = "t2v") -> Any:
         transformer=transformer,
         guider=ClassifierFreeGuidance(guidance_scale=6.0),
     )
-    # Of a picture that is not given: 729 are three times as many as the tokens of the video.
+    # Tokens reserved for a picture, which these calls lack. The default of 729 is three times the video's tokens.
     pipe.vision_num_semantic_tokens = 9
     return pipe
 
@@ -1002,14 +1002,14 @@ _add(
     "cogvideox-2b",
     lambda: _cogvideox(diffusers.CogVideoXDDIMScheduler(snr_shift_scale=3.0, **_COGVIDEOX_SCHEDULE)),
     guidance="one call",
-    # Positions are added to all tokens, of the text too: it has one length.
+    # Positions are added to text tokens too, so the text has one fixed length.
     text=lambda batch, tokens, padding, seed: _plain(batch, 5, padding, seed),
     pixels=16,
     frames=9,
 )
 _add(
     "cogvideox-5b",
-    # Its own scheduler adds noise, under which blocks are not held.
+    # The model's own scheduler adds noise, under which blocks are not held.
     lambda: _cogvideox(
         diffusers.CogVideoXDDIMScheduler(snr_shift_scale=1.0, **_COGVIDEOX_SCHEDULE),
         use_rotary_positional_embeddings=True,
@@ -1054,7 +1054,7 @@ _add("mochi", _mochi, guidance="one call", text=_masked("prompt_attention_mask")
 
 
 def _svd() -> Any:
-    # It halves once, so that sides of the larger grid must be even.
+    # The UNet halves the grid once, so both sides of the larger grid must be even.
     unet = _seeded(
         lambda: diffusers.UNetSpatioTemporalConditionModel(
             sample_size=8,

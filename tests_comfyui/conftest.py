@@ -1,4 +1,4 @@
-"""The tests of the nodes run in an environment with ComfyUI: make test-comfyui."""
+"""Tests of the nodes, which need an environment with ComfyUI (`make test-comfyui`)."""
 
 from __future__ import annotations
 

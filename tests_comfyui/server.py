@@ -1,4 +1,4 @@
-"""A real ComfyUI server in a process of its own, and workflows that are sent to it."""
+"""A real ComfyUI server in its own process, and workflows to send to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failed(RuntimeError):
 
 
 class Server:
-    """Starts with this repository's nodes and the loaders of the tests."""
+    """A server with this repository's nodes and the tests' loaders."""
 
     def __init__(self, python: str | Path, base: Path, *, cache: bool = False, timeout: float = 180.0) -> None:
         self.base = base
@@ -41,9 +41,9 @@ class Server:
         command = [str(python), str(TESTS / "launch.py"), "--cpu", "--listen", "127.0.0.1", "--port", str(self.port)]
         command += ["--base-directory", str(base), "--disable-api-nodes", "--disable-auto-launch"]
         command += ["--database-url", f"sqlite:///{base / 'comfyui.db'}"]
-        # Or what has run before would not run again.
+        # With a cache, a workflow that ran before would not run again.
         command += [] if cache else ["--cache-none"]
-        # One thread: pictures are the same to the bit, and a busy machine is not slowed down by threads that wait.
+        # One thread keeps pictures equal to the bit, and spares a busy machine threads that wait.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -66,7 +66,7 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def usual(self, node: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-        """A node with its widgets as they are when it is added."""
+        """A node with the default values of its widgets, apart from `changes`."""
         required = self.get(f"/object_info/{node}")[node]["input"]["required"]
         widgets = {name: told[1]["default"] for name, told in required.items() if "default" in (told[1:] or [{}])[0]}
         return node, {**widgets, **changes}
@@ -87,7 +87,7 @@ class Server:
             raise Failed(error.read().decode()) from error
 
     def queue(self, workflow: Workflow) -> str:
-        """Send a workflow; returns its number."""
+        """Send a workflow and return its number."""
         prompt = {name: {"class_type": kind, "inputs": _linked(inputs)} for name, (kind, inputs) in workflow.items()}
         return str(self.post("/prompt", {"prompt": prompt})["prompt_id"])
 
@@ -102,7 +102,7 @@ class Server:
         raise Failed(f"no answer in {timeout:g} s:\n{self.log()[-4000:]}")
 
     def run(self, workflow: Workflow) -> dict[str, Path]:
-        """Run a workflow to its end; the latents that it saved, by the name of the node."""
+        """Run a workflow to its end, and return the latents that it saved, by the name of the node."""
         history = self.wait(self.queue(workflow))
         if history["status"]["status_str"] != "success":
             failed = [told for kind, told in history["status"]["messages"] if kind == "execution_error"]
@@ -122,7 +122,7 @@ class Server:
 
 
 def _linked(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Links as ComfyUI writes them."""
+    """Inputs with links as ComfyUI writes them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in inputs.items()}
 
 
@@ -136,8 +136,8 @@ def sampled(
 ) -> Workflow:
     """A workflow that samples once: a loader, nodes that change its MODEL one after the other, a KSampler.
 
-    control: a ControlNet loader's inputs. start: a latent of the input folder to begin with. left: whether only its
-    left half is drawn.
+    control: a ControlNet loader's inputs. start: a latent in the input folder to start from. left: draw only its left
+    half.
     """
     workflow: Workflow = {"load": loader}
     model: tuple[str, int] = ("load", 0)

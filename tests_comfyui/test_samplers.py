@@ -1,4 +1,4 @@
-"""The trial of samplers, on ComfyUI's own."""
+"""The nodes' trial of samplers, checked on all of ComfyUI's own."""
 
 from __future__ import annotations
 

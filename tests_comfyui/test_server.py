@@ -28,21 +28,21 @@ def random(kind: str, **changes: int) -> tuple[str, dict[str, Any]]:
 KINDS = ("flux", "chroma", "unet", "sdxl", "sd3", "wan", "qwen")
 LOADERS = {kind: FLUX if kind == "flux" else random(kind) for kind in KINDS}
 MERGED = ("flux", "chroma", "unet", "sdxl")
-# With a start, for fewer steps than anybody takes.
+# An early start, because these tests run fewer steps than users do.
 EVERY = {"every": 2, "start": 0.2}
-# What is put on a MODEL, by the name of a test: the node, and its changed widgets.
+# The node that each test puts on a MODEL, and its changed widgets.
 NODES: dict[str, tuple[str, dict[str, Any]]] = {
     "hold": ("TokenMergeHold", EVERY),
     "prediction": ("TokenMergeHold", {**EVERY, "start": 0.3, "what": "prediction"}),
     "merge": ("TokenMergeMerge", {"ratio": 0.5}),
 }
 STEPS = 12
-# Rounding, where a sum is made in another order.
+# Bound on rounding where terms are summed in another order.
 SAME = 1e-3
 
 
 class Drawn:
-    """What one workflow gave: the latent, and how many steps were of each kind."""
+    """The result of one workflow: the latent, and the number of steps of each kind."""
 
     def __init__(self, server: Server, *args: Any, **sampling: Any) -> None:
         before = len(server.log())
@@ -62,7 +62,7 @@ class Drawn:
         return self.steps.get("held", 0)
 
     def acted(self, node: str, steps: int = STEPS) -> bool:
-        """Whether every step was counted, and those of a node are there."""
+        """Whether every step was counted, and enough of them were merged or held."""
         some = self.steps.get("merged") == steps if node == "merge" else self.left_out >= steps // 4
         return some and sum(self.steps.values()) == steps
 
@@ -131,7 +131,7 @@ def test_example_workflows_are_offered(server: Server) -> None:
             told = server.get(f"/object_info/{node['type']}")[node["type"]]["input"]["required"]
             linked = {each["name"] for each in node["inputs"]}
             assert linked <= told.keys()
-            # ComfyUI adds a widget that says what becomes of a seed.
+            # ComfyUI adds a widget that says what becomes of the seed after a run.
             widgets = [each for each in node["widgets_values"] if each != "fixed"]
             assert len(widgets) == len(told.keys() - linked)
 
@@ -147,11 +147,11 @@ def test_a_node_acts_and_leaves_nothing_behind(server: Server, plain: Any, done:
         less = Drawn(server, LOADERS[kind], merge(server, ratio=0.05))
         assert 0 < less.drift(first) < acted.drift(first)
     else:
-        # Nearer than as many steps by themselves.
+        # Held steps bring the picture nearer to the plain one than the full steps alone.
         fewer = plain(kind, steps=STEPS - acted.left_out)
         assert 0 < acted.drift(first) < fewer.drift(first)
     assert torch.equal(Drawn(server, LOADERS[kind], node_of(server, node)).latent, acted.latent)
-    # Bypassed.
+    # Without the node, the model draws as before.
     assert torch.equal(Drawn(server, LOADERS[kind]).latent, first.latent)
 
 
@@ -170,7 +170,7 @@ def test_a_tolerance_holds_less_where_it_is_small(server: Server, plain: Any, ki
 )
 @pytest.mark.parametrize("node", ["hold", "prediction"])
 def test_conditions_may_be_split_and_joined(server: Server, done: Any, kind: str, node: str, when: str) -> None:
-    """What is held is of conditions, or of a whole evaluation, and not of calls: it is the same picture."""
+    """Hold works per condition or per evaluation, not per call, so the picture stays the same."""
     split = Drawn(server, LOADERS[kind], ("TestSplit", {"when": when}), node_of(server, node))
     assert split.steps == done(kind, node).steps
     assert split.drift(done(kind, node)) < SAME
@@ -184,7 +184,7 @@ def test_conditions_may_be_split_under_a_merge(server: Server, plain: Any, done:
         for when in ("always", "odd")
     )
     assert always.drift(joined) < SAME
-    # Where ComfyUI changes its mind, maps are made anew: it is another picture, merged as well as the first.
+    # Where ComfyUI alternates, maps are made anew: the picture differs, but is merged as well as the first.
     assert odd.acted("merge")
     assert odd.drift(plain(kind)) < 1.25 * joined.drift(plain(kind))
 
@@ -233,7 +233,7 @@ def test_lora(server: Server, plain: Any, done: Any, kind: str, layer: str, node
     assert whole.drift(plain(kind)) > 0.01
     assert before.acted(node)
     assert torch.equal(before.latent, after.latent)
-    # It is in the picture, also in steps that are held.
+    # The LoRA shows in the picture, also in held steps.
     assert before.drift(whole) < done(kind, node).drift(whole)
 
 
@@ -270,7 +270,7 @@ def test_an_interrupted_run_leaves_nothing_behind(server: Server, plain: Any, do
 @pytest.mark.parametrize("node", NODES)
 @pytest.mark.parametrize("left", [False, True], ids=["whole", "left"])
 def test_a_picture_that_is_drawn_over(server: Server, plain: Any, kind: str, node: str, left: bool) -> None:
-    """The sampler begins halfway, with noise on another picture, or on half of it."""
+    """The sampler starts halfway, with noise on an existing picture or on half of it."""
     shutil.copy(plain(kind).file, server.base / "input" / f"{kind}.latent")
     over = {"start": f"{kind}.latent", "denoise": 0.6, "seed": 1, "left": left}
     whole, acted = (Drawn(server, LOADERS[kind], *patches, **over) for patches in ((), (node_of(server, node),)))
@@ -286,17 +286,17 @@ def test_a_picture_that_is_drawn_over(server: Server, plain: Any, kind: str, nod
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m_sde", "dpmpp_sde"])
 @pytest.mark.parametrize("kind", ["flux", "unet"])
 def test_samplers_that_add_noise(server: Server, plain: Any, kind: str, sampler: str) -> None:
-    """A UNet holds its blocks then, around which the convolutions see the noise; others hold the clean prediction."""
+    """Here Hold holds a UNet's blocks, whose convolutions see the noise; elsewhere the clean prediction."""
     sampling, number = {"sampler_name": sampler, "steps": 20}, 39 if sampler == "dpmpp_sde" else 20
     first = plain(kind, **sampling)
     held = Drawn(server, LOADERS[kind], hold(server, every=2), **sampling)
     assert held.acted("hold", number)
-    # Solvers of two evaluations make one in their last step.
+    # Solvers with two evaluations per step make only one in the last.
     alone = -(-held.steps["full"] * 20 // number)
     assert 0 < held.drift(first) < plain(kind, **{**sampling, "steps": alone}).drift(first)
     what = {"flux": "prediction", "unet": "blocks"}[kind]
     assert torch.equal(held.latent, Drawn(server, LOADERS[kind], hold(server, every=2, what=what), **sampling).latent)
-    # Bypassed.
+    # Without the node, the model draws as before.
     assert torch.equal(Drawn(server, LOADERS[kind], **sampling).latent, first.latent)
 
 
@@ -313,7 +313,7 @@ def test_every_model_holds_under_noise(server: Server, plain: Any, kind: str, sa
 
 
 def test_a_prediction_is_held_of_the_whole_model(server: Server) -> None:
-    """In a held step nothing is asked: neither the model, nor what others have put on guidance."""
+    """A held step calls neither the model nor what others have put on guidance."""
     before = len(server.log())
     held = Drawn(server, FLUX, ("TestCalls", {}), node_of(server, "prediction"))
     calls = re.findall(r"test: (\w+)", server.log()[before:])
@@ -343,13 +343,13 @@ def test_samplers_that_are_refused(server: Server, kind: str, sampler: str, chan
 
 @pytest.mark.parametrize("sampler", ["heun", "dpmpp_2m", "uni_pc", "dpm_adaptive", "euler_cfg_pp"])
 def test_samplers(server: Server, plain: Any, sampler: str) -> None:
-    # CFG++ is made for guidance of about 1.
+    # CFG++ is meant for a guidance scale of about 1.
     sampling = {"sampler_name": sampler, "cfg": 1.2 if sampler.endswith("cfg_pp") else 4.0}
     held = Drawn(server, FLUX, hold(server, every=2), **sampling)
     assert held.left_out >= 2
     share = held.steps["full"] / sum(held.steps.values())
     fewer = plain("flux", **sampling, steps=math.ceil(share * STEPS))
-    # One chooses its steps itself.
+    # dpm_adaptive chooses its steps itself, so its bound is fixed.
     bound = 0.2 if sampler == "dpm_adaptive" else fewer.drift(plain("flux", **sampling))
     assert held.drift(plain("flux", **sampling)) < bound
 
@@ -397,12 +397,12 @@ def test_what_cannot_be_done_is_refused_in_words(server: Server, kind: str, node
     loader = LOADERS.get(kind, random(kind))
     with pytest.raises(Failed, match=told):
         Drawn(server, loader, ("TestClock", {"run": 0}), server.usual(node, **changes))
-    # Before anything was sampled.
+    # The refusal comes before anything is sampled.
     assert server.log().count("sampled in") == before
 
 
 def test_it_beats_easycache_at_its_own_threshold(server: Server, plain: Any) -> None:
-    """By drift, where as many steps run (benchmarks/comfyui.py measures both at several settings)."""
+    """Hold drifts less while it skips at least as many steps (benchmarks/comfyui.py measures several settings)."""
     first = plain("flux", steps=20)
     held = Drawn(server, FLUX, hold(server, tolerance=0.4), steps=20)
     cached = Drawn(server, FLUX, server.usual("EasyCache", verbose=True), steps=20)

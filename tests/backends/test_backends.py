@@ -1,4 +1,4 @@
-"""What others do with weights and attention: quantised and cast weights, attention backends, group offload."""
+"""Techniques on quantised and cast weights, with attention backends, and under group offload."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = {"merge": {"merged": 4}, "hold": {"full": 3, "held": 1}, "both": {"merge
 
 
 def flux() -> Any:
-    """With rows of 64 in its blocks: GGUF quantises 32 values together, bitsandbytes 64."""
+    """Flux with rows of 64 in its blocks: GGUF quantises 32 values together, bitsandbytes 64."""
     return tiny.flux_transformer(attention_head_dim=32, axes_dims_rope=(16, 8, 8))
 
 
@@ -82,7 +82,7 @@ def of_gguf(kind: Any, folder: Path) -> Any:
 
 
 def of_bitsandbytes(bits: int, folder: Path) -> Any:
-    """With the layers that diffusers puts in. It refuses to load them without a GPU, so weights are put in here."""
+    """Flux with diffusers' bitsandbytes layers, which it refuses to load without a GPU: weights are put in here."""
     model = flux()
     weights = model.state_dict()
     config = BitsAndBytesConfig(
@@ -120,11 +120,11 @@ def of_shell(weight: Any) -> Tensor:
 
 
 def of_packed(weight: Any) -> Tensor:
-    """As it computes: in half precision, if in eight bits."""
+    """The values that the layer computes with: in half precision for 8-bit weights."""
     return dequantize_bnb_weight(weight, weight) if weight.dtype == torch.int8 else dequantize_bnb_weight(weight)
 
 
-# How the model is made, and what a quantised weight stands for.
+# How the model is made, the type of its quantised weights, and how to read their values.
 BACKENDS: dict[str, tuple[Callable[[Path], Any], str, Callable[[Any], Tensor]]] = {
     "torchao int8": (partial(of_torchao, Int8WeightOnlyConfig()), "Int8Tensor", of_shell),
     "torchao fp8": (partial(of_torchao, Float8WeightOnlyConfig()), "Float8Tensor", of_shell),
@@ -143,7 +143,7 @@ BACKENDS: dict[str, tuple[Callable[[Path], Any], str, Callable[[Any], Tensor]]] 
 
 
 def dequantised(plain: Any, model: Any, kind: str, read: Callable[[Any], Tensor]) -> Any:
-    """The plain model with the weights that the other one computes with."""
+    """The plain model with the weights that the quantised one computes with."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             quantised = type(weight).__name__ == kind
@@ -164,13 +164,13 @@ def pipes(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Any]:
     make, kind, read = BACKENDS[request.param]
     model = make(folder)
     assert any(type(weight).__name__ == kind for weight in model.parameters())
-    # Before the first call, in which bitsandbytes may pack them anew.
+    # Weights are read before the first call, in which bitsandbytes may pack them anew.
     plain = dequantised(flux(), model, kind, read)
     return tiny.build("flux", transformer=model), tiny.build("flux", transformer=plain)
 
 
 def check_techniques(pipe: Any, plain: Any) -> None:
-    """What saves nothing changes no bit, what saves something draws as on plain weights, and all of it comes off."""
+    """Techniques that save nothing change no bit, others draw as on plain weights, and all can be removed."""
     whole, of_plain = draw(pipe), draw(plain)
     for technique in (Merge(ratio=0.0), Hold(every=1)):
         with tokenmerge.applied(pipe, technique):
@@ -275,7 +275,7 @@ def test_compiled_blocks_of_quantised_weights() -> None:
 
 
 def test_recordings_notice_quantised_weights_that_were_exchanged() -> None:
-    """Such weights are shells that lie nowhere."""
+    """Quantised weights are shells without an address, so addresses cannot show the exchange."""
     model = tiny.flux_transformer()
     quantize_(model, Int8WeightOnlyConfig())
     before = graphs._state_of(model)
@@ -298,12 +298,12 @@ def test_nothing_is_recorded_of_weights_that_are_cast_in_every_call() -> None:
 
 @pytest.fixture
 def usual_attention() -> Iterator[None]:
-    """A model's backend also becomes that of the process."""
+    """Restores the process's backend, which setting a model's backend also changes."""
     with attention_backend("native"):
         yield
 
 
-# That run on a CPU.
+# The backends that run on a CPU.
 @pytest.mark.parametrize("backend", ["native", "_native_math", "_native_flash", "flex"])
 @pytest.mark.parametrize("first", ["apply", "backend"])
 @pytest.mark.usefixtures("usual_attention")
@@ -328,7 +328,7 @@ def test_attention_backends(backend: str, first: str) -> None:
 
 
 def offload(pipe: Any, how: str, folder: Path) -> None:
-    """how: what a group is; on a disk the device has other values in the place of weights that are not there."""
+    """how: what forms a group. Under disk offload, placeholders stand in for weights that are not loaded."""
     denoiser = tiny.denoiser_of(pipe)
     if how == "leaves":
         denoiser.enable_group_offload(CPU, CPU, offload_type="leaf_level")
@@ -337,7 +337,7 @@ def offload(pipe: Any, how: str, folder: Path) -> None:
     disk = str(folder) if how == "block, disk" else None
     denoiser.enable_group_offload(CPU, CPU, num_blocks_per_group=number, offload_to_disk_path=disk)
     if how == "block, tracked":
-        # What diffusers does for streams, which a CPU has not: each group then brings the next.
+        # diffusers does this with streams, which a CPU lacks: each group then loads the next.
         denoiser._diffusers_hook.register_hook(LazyPrefetchGroupOffloadingHook(), "lazy_prefetch_group_offloading")
 
 
@@ -372,7 +372,7 @@ def test_group_offload(kind: str, name: str, how: str, first: str, tmp_path: Pat
     expected, steps = without_offload(kind, name)
     for _ in range(2):
         image = draw(pipe)
-        # Weights from a disk lie otherwise in memory, so that sums are rounded otherwise.
+        # Weights loaded from disk have another memory layout, so sums round differently.
         assert distance(image, expected) < 1e-6 if "disk" in how else torch.equal(image, expected)
         assert tokenmerge.summary(pipe).steps == steps
 
@@ -391,13 +391,13 @@ def test_held_blocks_bring_no_weights(how: str, first: str, tmp_path: Path, monk
 
     monkeypatch.setattr(ModuleGroup, "onload_", counted)
     draw(pipe)
-    # Where groups bring the next, a group cannot tell on a CPU that it is there, and comes once more.
+    # Where groups load the next, a group on a CPU cannot tell that it is loaded, and loads again.
     times = KINDS["hold"]["full"] * (2 if "tracked" in how else 1)
     assert {brought.count(block) for block in pipe.transformer.transformer_blocks[1:]} == {times}
 
 
 def test_groups_of_which_only_some_may_be_held_are_refused() -> None:
-    """Of a denoiser without a table nobody knows before the first call which blocks those are."""
+    """Without a table, only the first call shows which blocks may be held."""
     name = "SanaTransformer2DModel"
     model = denoisers.DENOISERS[name].build()
     model.enable_group_offload(CPU, CPU, num_blocks_per_group=2)

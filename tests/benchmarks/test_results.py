@@ -1,5 +1,5 @@
-"""What is shown is what was measured: tables and plots are made from the result files, and every row says what it is
-of in a form that the commands read."""
+"""Tables and plots are made from the result files, and every row names its techniques in a form that the commands
+read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def named(path: Path) -> str:
 
 
 def names_of_studies() -> dict[str, Techniques]:
-    """Techniques that the paper's studies have under names of their own."""
+    """Techniques that the paper's studies give names of their own."""
     typed = [read_typed(text) for study in STUDIES for text in study.configurations]
     return {each.name: each.configuration.techniques for each in typed if each.name}
 
@@ -63,12 +63,12 @@ def test_labels_and_techniques_say_the_same(path: Path) -> None:
         if row["label"].startswith(BOUND):
             assert meant.merge is not None
             meant = Techniques.of(meant.merge.replace(method="lower-bound"))
-        # A field that came later is not in it, and has its default.
+        # Fields newer than the row are missing from it, and have their defaults.
         told = from_data(row["techniques"]) if row["techniques"] else Techniques()
         assert told == meant, row["label"]
-        # Benchmarks have no caches.
+        # Rows of benchmarks have no `cache`.
         assert row.get("cache") == (cache.to_dict() if cache else None), row["label"]
-        # Results of before had none.
+        # Older results have no `schedule`.
         assert row.get("schedule") == (schedule.to_dict() if schedule else None), row["label"]
 
 
@@ -88,14 +88,14 @@ def test_steps_are_of_the_kinds_that_a_technique_has(path: Path) -> None:
 
 @pytest.mark.parametrize(("model", "preset"), [("tiny-flux", "dit"), ("tiny-sdxl", "unet")])
 def test_fronts_are_lists_of_configurations(model: str, preset: str) -> None:
-    """The files that `tokenmerge eval @FILE` is to be run with."""
+    """The commands read the argument files, which list everything in the results."""
     options = parser().parse_args(["eval", f"@{BENCHMARKS / 'fronts' / f'{model}.args'}"])
     assert (options.model, options.batch) == (model, 16)
     asked = read_configurations(options.techniques)
     assert len(asked) == len(options.techniques) + 1
     labels = {each.label for each in asked}
     assert {"toma:ratio=0.5", f"{preset}:ratio=0.5", "hold:every=3", f"{preset}:ratio=0.5 + hold:every=3"} <= labels
-    # Whatever was measured can be measured again.
+    # Every measured configuration is listed, and can be measured again.
     for path in (RESULTS / "fronts").glob(f"{model}-*.jsonl"):
         assert {row["label"] for row in read(path)} <= labels
 
@@ -110,14 +110,14 @@ def test_results_are_of_the_configurations_that_are_listed(name: str) -> None:
         assert [row["label"] for row in rows if (row["model"], row["steps"]) == run] == options.techniques
     for row in rows:
         assert (row["size"], row["prompts"]) == ([*options.size], options.number)
-        # Held steps cost a little. By a tolerance each picture has steps of its own, and kinds are of one.
+        # Held steps cost a little. With a tolerance, steps differ by picture, and `kinds` counts those of one.
         assert "every" not in row["label"] or row["kinds"]["full"] / row["steps"] < row["work"] < 0.6
         assert row["worst"]["lpips"]["worst"] >= row["metrics"]["lpips"]["mean"]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a script, which must end well, in this process, which has imported everything already."""
+    """Runs a script, which must succeed, in this process, where everything is already imported."""
 
     def run(script: str, *arguments: str) -> None:
         monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -140,7 +140,7 @@ def test_every_result_file_is_told_of() -> None:
     documents = "\n".join(
         path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     )
-    # The paper's own figures stand in tables of what was measured here.
+    # The paper's own figures appear beside our measurements.
     expected = {named(path) for path in FILES} - {"reproduction/paper.jsonl"}
     assert [name for name in sorted(expected) if name not in documents] == []
 
@@ -149,7 +149,7 @@ def test_denoisers_that_are_said_to_have_a_table_have_one() -> None:
     rows = [row for row in read(RESULTS / "generic.jsonl") if row["outcome"] != "not tried"]
     tabled = tuple(family.denoiser for family in families())
     for row in rows:
-        # Forms of a class have its name first.
+        # A variant's label begins with the name of its class.
         kind = getattr(diffusers, row["class"].partition(" ")[0])
         assert row["table"] == issubclass(kind, tabled), row["class"]
     assert {each.__name__ for each in tabled} <= {row["class"] for row in rows}
@@ -167,7 +167,7 @@ def test_runs_that_wait_for_a_gpu_can_be_made(run: Callable[..., None], capsys: 
     told = capsys.readouterr().out
     for tokens in ("4096 -> 1024", "6889 -> 1743", "32760 -> 8736", "75600 -> 20160"):
         assert tokens in told
-    # Hold has something to hold in the 4 steps of klein.
+    # Hold leaves out a step even in klein's 4 steps.
     assert "Of 4 steps: 3 full, 1 held." in told
     assert all(f"{model}-random" in told for model in ("flux2-klein", "qwen", "z-image", "wan", "wan-1.3b"))
 

@@ -1,4 +1,4 @@
-"""The ComfyUI nodes as far as no server is needed (make test-comfyui runs them in one)."""
+"""The ComfyUI nodes without a server (`make test-comfyui` runs them in one)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tokenmerge.config import HELD, Techniques
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "comfyui"
 WORKFLOWS = sorted((PACKAGE / "example_workflows").glob("*.json"))
-# Of ComfyUI itself: names of inputs that are links, and how many widgets the page shows.
+# ComfyUI's own nodes: names of inputs that are links, and how many widgets the page shows.
 STOCK = {
     "CheckpointLoaderSimple": ((), 1),
     "CLIPTextEncode": (("clip",), 1),
     "EmptyLatentImage": ((), 3),
     "EmptySD3LatentImage": ((), 3),
     "FluxGuidance": (("conditioning",), 1),
-    # With what becomes of the seed.
+    # One widget says what becomes of the seed after a run.
     "KSampler": (("model", "positive", "negative", "latent_image"), 7),
     "Note": ((), 1),
     "SaveImage": (("images",), 1),
@@ -38,7 +38,7 @@ STOCK = {
 
 
 def _loaded(name: str) -> ModuleType:
-    """A module that imports nothing of ComfyUI."""
+    """A module of the nodes that imports nothing from ComfyUI."""
     spec = importlib.util.spec_from_file_location(f"comfyui_{name}", PACKAGE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -78,13 +78,13 @@ def test_metadata_is_what_the_registry_wants() -> None:
     assert project["license"] == {"text": "Apache-2.0"}
     assert comfy["PublisherId"]
     assert comfy["DisplayName"]
-    # Nothing is empty: what is not known yet is left out.
+    # No value is empty: unknown ones are left out.
     assert all(value for table in (project["urls"], comfy) for value in table.values())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 def test_no_installer_replaces_torch() -> None:
-    """It would, for a requirement that leads to a newer one."""
+    """An installer would replace torch if a requirement led to a newer one."""
     import tomllib
 
     required = (PACKAGE / "requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -96,7 +96,7 @@ def test_no_installer_replaces_torch() -> None:
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.6.0+cu124", "2.6.0a0+git123"])
 def test_a_torch_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Before anything else is imported: here there is no ComfyUI, which would be the next to be missing."""
+    """The check comes before all other imports: the next would fail here, where ComfyUI is missing."""
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(ImportError, match=rf"torch {re.escape(version)} is older than 2\.7.*update torch as ComfyUI's"):
         _package()
@@ -130,7 +130,7 @@ def test_nothing_is_imported_but_torch_comfyui_and_the_library() -> None:
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {name.split(".")[0] for name in names} <= allowed, path
-            # Refused by the registry.
+            # The registry refuses packages that call these.
             assert not (isinstance(node, ast.Name) and node.id in ("eval", "exec")), path
 
 
@@ -173,7 +173,7 @@ def test_workflows_name_nodes_and_inputs_that_exist(path: Path) -> None:
         assert number in given["links"]
         assert taken["link"] == number
         assert given["type"] == taken["type"] == kind
-    # Nothing is left open.
+    # Every input is linked.
     assert all(each["link"] for node in nodes.values() for each in node["inputs"])
 
 

@@ -1,4 +1,4 @@
-"""Every example runs, small, and draws a picture."""
+"""Every example runs on small pictures and writes what it should."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# What each is to say, and what is to be drawn where not a single picture.
+# What each example prints, and the pictures that it writes (None: a single one).
 EXPECTED = {
     "text_to_image": ("6 blocks", None),
     "img2img": ("held", None),
@@ -29,10 +29,10 @@ def test_example(
     said, drawn = EXPECTED[name]
     out = tmp_path / (name if drawn is not None else f"{name}.png")
     monkeypatch.chdir(tmp_path)
-    # A search draws many pictures, and shows none.
+    # A search draws many pictures, so they are smaller, and writes none.
     size, steps = ("64", "3") if drawn == [] else ("128", "6")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--size", size, "--steps", steps, "--out", str(out)])
-    # In this process, which has imported everything already.
+    # Runs in this process, where everything is already imported.
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert said in capsys.readouterr().out
     for path in [out] if drawn is None else [out / each for each in drawn]:

@@ -1,4 +1,4 @@
-"""What is installed: a small wheel, torch as its only requirement, whole models, and versions that agree."""
+"""Wheels are small and complete, torch is the only requirement, and versions agree everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenmerge.tools.loading import BUNDLED
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 1_000_000
-# Of files that two models have.
+# Larger files that two models share must be links.
 LARGEST_COPY = 50_000
 
 
@@ -45,7 +45,7 @@ def test_torch_is_the_only_requirement(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         (metadata,) = (name for name in files.namelist() if name.endswith("METADATA"))
         required = re.findall(r"^Requires-Dist: (.+)$", files.read(metadata).decode(), flags=re.MULTILINE)
-    # A lower bound alone, so that no torch that is there is replaced.
+    # Only a lower bound, so that an installed torch is not replaced.
     assert [each for each in required if "extra ==" not in each] == ["torch>=2.7"]
 
 
@@ -83,7 +83,7 @@ def test_the_workflow_runs_the_two_commands_of_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert commands == re.findall(r"^make (\w+)", readme, flags=re.MULTILINE)
     assert job["steps"][-1]["run"] == "make ${{ matrix.command }}"
-    # Every other job is a target that there is, on the same kind of machine.
+    # Every other job runs an existing target of the Makefile, with the same environment.
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert {name: other["steps"][-1]["run"] for name, other in jobs.items()} == {"comfyui": "make test-comfyui"}
     assert "test-comfyui" in targets

@@ -1,4 +1,4 @@
-"""README and the first pages run as they stand, on a tiny SDXL pipeline saved where they name the real one."""
+"""Code of README and the first pages runs as written, with a tiny SDXL pipeline in place of the real one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-# What is not of the site: notes of the repository, and cards beside models, scripts and nodes.
+# Pages outside the site: the repository's notes, and cards beside models, scripts and nodes.
 OTHERS = [
     *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted(path for folder in ("comfyui", "examples", "models", "training") for path in (ROOT / folder).rglob("*.md")),
 ]
 MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
-# Names of 0.1. Only these pages tell of them.
+# Names of version 0.1, which only the pages in `TELL_OF_GONE` may mention.
 GONE = (
     "MergeConfig",
     "anchor",
@@ -96,11 +96,11 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_commands_parse(page: Path) -> None:
-    """Every command that a page shows has the options that it shows."""
+    """The parser accepts every command that a page shows."""
     for block in blocks(page):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
-            # Results of an earlier version may stand below what ran.
+            # Skips outlines ("...") and argument files (@FILE), which benchmarks/test_results.py parses.
             if words[:1] == ["tokenmerge"] and "..." not in words and not any("@" in word for word in words):
                 parser().parse_args(words[1:])
 

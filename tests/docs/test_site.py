@@ -1,4 +1,4 @@
-"""The documentation site: it builds, every page can be reached, and it asks nobody else for anything."""
+"""The documentation site: it builds, every page is reachable, and nothing is fetched from other sites."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What a browser fetches of its own accord. Links (a href) are followed by people.
+# Attributes whose address a browser fetches unasked. Links (a href) wait for a click.
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
-# Of links: what is told about a page and not fetched.
+# Kinds of `link` that describe a page and are not fetched.
 TOLD = {"canonical", "prev", "next", "alternate"}
 
 
@@ -39,7 +39,7 @@ def is_elsewhere(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built beside the repository: builds leave a cache behind."""
+    """The site, built outside the repository because builds leave a cache behind."""
     folder = tmp_path_factory.mktemp("site")
     for name in ("docs", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,7 +65,7 @@ def test_what_pages_fetch_is_there_and_nowhere_else(site: Path) -> None:
         assert len(resources.found) > 2, "the parser sees nothing"
         for address in resources.found:
             assert not is_elsewhere(address), f"{page.name} fetches {address}"
-            # The page of errors is served under any path, so its addresses begin at the root.
+            # The 404 page is served at any path, so its addresses begin at the root.
             if page.name != "404.html":
                 assert (site / address.partition("?")[0]).exists(), f"{page.name}: {address} is missing"
     for sheet in site.rglob("*.css"):

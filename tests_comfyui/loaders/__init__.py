@@ -1,4 +1,4 @@
-"""Nodes of the tests: models that the stock loaders refuse because they are small, and what tests do to them."""
+"""Nodes for the tests: loaders of models too small for the stock loaders, and nodes that observe or change them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _SixChannels(comfy.latent_formats.LatentFormat):
 class _TinyFlux(comfy.supported_models.Flux):
     unet_config = {"image_model": "flux", "guidance_embed": False}  # noqa: RUF012
     latent_format = _SixChannels
-    # As the model's own scheduler shifts at 256 pixels.
+    # The shift of the model's own scheduler at 256 pixels.
     sampling_settings = {"shift": 0.6931471805599453}  # noqa: RUF012
 
 
@@ -52,7 +52,7 @@ _UNET = {
     **{"use_spatial_transformer": True, "use_linear_in_transformer": False, "adm_in_channels": None},
     **{"use_temporal_attention": False},
 }
-# As in SDXL: no attention in the first level, several blocks in the next, and sizes beside the pooled text.
+# SDXL's structure: no attention on the first level, several blocks on the next, sizes beside the pooled text.
 _SDXL = {
     **_UNET,
     **{"transformer_depth": [0, 2], "transformer_depth_output": [0, 0, 2, 2], "transformer_depth_middle": 2},
@@ -85,7 +85,7 @@ _QWEN = {
     **{"num_attention_heads": 4, "joint_attention_dim": 64, "axes_dims_rope": [8, 12, 12]},
 }
 _AURA = {"cond_seq_dim": 64, "n_layers": 1, "n_double_layers": 1, "dim": 64, "n_heads": 4, "max_seq": 256}
-# By name: ComfyUI's class of config, the config, and the shape of a latent of 128 pixels.
+# ComfyUI's config class, its config, and the shape of a latent of 128 pixels.
 _RANDOM = {
     "unet": (comfy.supported_models.SD15, _UNET, (4, 16, 16)),
     "sdxl": (comfy.supported_models.SDXL, _SDXL, (4, 16, 16)),
@@ -93,7 +93,7 @@ _RANDOM = {
     "sd3": (comfy.supported_models.SD3, _SD3, (16, 16, 16)),
     "wan": (comfy.supported_models.WAN21_T2V, _WAN, (16, 3, 16, 16)),
     "qwen": (comfy.supported_models.QwenImage, _QWEN, (16, 1, 16, 16)),
-    # No node has a table for it.
+    # The nodes have no table for this model.
     "aura": (comfy.supported_models.AuraFlow, _AURA, (4, 16, 16)),
 }
 
@@ -105,7 +105,7 @@ def _patcher(model: nn.Module) -> Any:
 
 
 def _randomise(module: nn.Module, seed: int) -> None:
-    """ComfyUI makes weights without values."""
+    """Fills the weights, which ComfyUI leaves uninitialised."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
@@ -183,7 +183,7 @@ class TestRandom(io.ComfyNode):
 
 
 class TestSplit(io.ComfyNode):
-    """Both conditions in a call each, in some evaluations."""
+    """Gives each condition a call of its own, in all or some evaluations."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -201,7 +201,7 @@ class TestSplit(io.ComfyNode):
             if not {"always": True, "odd": number % 2 == 1, "late": number > 5}[when]:
                 return comfy.samplers.calc_cond_batch(asked[0], given["conds"], *asked[1:])
             cond, uncond = given["conds"]
-            # The other way round, so that their order in a step changes too.
+            # The negative prompt comes first, so that the order in a step changes too.
             second = comfy.samplers.calc_cond_batch(asked[0], [uncond], *asked[1:])
             return comfy.samplers.calc_cond_batch(asked[0], [cond], *asked[1:]) + second
 
@@ -234,11 +234,11 @@ class TestCalls(io.ComfyNode):
 
 
 class TestClock(io.ComfyNode):
-    """Writes to the log how long a sampler ran. It counts what nodes after it do."""
+    """Writes to the log how long a sampler ran, including the work of nodes after this one."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        # Another run is not taken from the cache.
+        # Another number for `run` keeps the result from coming from the cache.
         inputs = [io.Model.Input("model"), io.Int.Input("run", default=0)]
         return io.Schema(node_id="TestClock", category="test", inputs=inputs, outputs=[io.Model.Output()])
 
